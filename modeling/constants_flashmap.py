@@ -1,0 +1,109 @@
+"""Values that are computed once: the target's constants, and a memo that knows when they have
+become wrong.
+
+At time 0 the network's input depends on the state only through x0 E (x0 noise over the vocabulary,
+E the target's embedding), which is Gaussian with covariance G = E^T E. So one-jump drafts draw
+noise in the target's hidden width and multiply it by a factor of G, and no tensor of vocabulary
+size is ever made.
+
+Legend: V vocabulary, H target hidden width.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+_GRAM_ROWS = 16384
+
+
+class TensorMemo:
+    """Values computed from tensors, kept while those tensors are the same objects with the same
+    storage and contents.
+
+    In-place edits are seen through PyTorch's version counters (edits through `.data` bypass them
+    and are not seen). It holds tensors by weak reference and copies or pickles as empty.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self._values: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], Value]) -> Value:
+        """The value for `key`, computed now if it is not there or if any of `sources` changed
+        since.
+        """
+        if not self._is_current(sources):
+            self._values = {}
+            self._sources = [
+                (weakref.ref(tensor), tensor.data_ptr(), _version(tensor)) for tensor in sources
+            ]
+        if key not in self._values:
+            self._values[key] = compute()
+        value: Value = self._values[key]
+        return value
+
+    def clear(self) -> None:
+        """Forget every value."""
+        self._sources, self._values = [], {}
+
+    def __reduce__(self) -> tuple[type["TensorMemo"], tuple[()]]:
+        return (TensorMemo, ())
+
+    def _is_current(self, sources: Sequence[Tensor]) -> bool:
+        return len(sources) == len(self._sources) and all(
+            known() is tensor and address == tensor.data_ptr() and version == _version(tensor)
+            for tensor, (known, address, version) in zip(sources, self._sources, strict=True)
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    """PyTorch's count of in-place edits; tensors made in inference mode carry none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def owner(tensor: Tensor) -> Tensor:
+    """The tensor that a view was taken of (they share storage and version counter), or the tensor
+    itself.
+    """
+    return tensor if tensor._base is None else tensor._base
+
+
+def uniform_embedding(embedding: Tensor) -> Tensor:
+    """Mean of the embedding's rows, (1, H): the posterior mean of a slot at time 0, for `embedding`
+    (V, H).
+
+    The weight 1 / V is rounded to the embedding's dtype before the product, as the published
+    weights expect.
+    """
+    weights = torch.full((1, embedding.shape[0]), 1.0 / embedding.shape[0], device=embedding.device)
+    return weights.to(embedding.dtype) @ embedding
+
+
+def noise_factor(embedding: Tensor) -> Tensor:
+    """A factor F, float64 (H, H) on the CPU, with F F^T = G = E^T E for `embedding` E (V, H).
+
+    G is summed in float64 from float32 products of row chunks. F is the lower Cholesky factor;
+    where G is singular (rows or columns of zeros, dependent columns) it is Q diag(sqrt(lambda))
+    from the eigendecomposition, lambda clamped at 0.
+    """
+    size = embedding.shape[1]
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    for rows in embedding.split(_GRAM_ROWS):
+        rows = rows.float()
+        gram += (rows.T @ rows).cpu().double()
+    if not torch.isfinite(gram).all():
+        raise ValueError(
+            "The target's embedding holds NaN or infinite values, so no noise can be drawn for it:"
+            " check the target's weights (a truncated download, or a model whose weights were never"
+            " loaded)."
+        )
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if failed or not torch.isfinite(factor).all():
+        eigenvalues, vectors = torch.linalg.eigh(gram)
+        factor = vectors * eigenvalues.clamp(min=0.0).sqrt()
+    result: Tensor = factor
+    return result

@@ -1,0 +1,392 @@
+"""The FlashMap drafter: a flow map from Gaussian noise to the token distributions of a block.
+
+A block is the K tokens after the anchor, the last committed token. Its state x (K, V) runs along
+x_s = (1 - s) noise + s onehot(tokens) for s in [0, 1]. A jump from s to t reads the state through
+two projections onto the target's embedding E,
+
+    inputs = state_norm(softmax(e(s) x) E) + g noise_norm(x E),
+    e(s) = s / (1 - s)^2,  g = noise_gate (t - s),
+
+predicts delta, a distribution a slot, and moves the state to ((1 - t) x + (t - s) delta) / (1 - s)
+(equation 19 of the flow map language model paper). The last jump ends at t = 1, where delta is the
+draft. Given the noise, slots are independent, so delta is exactly the proposal that the
+verification of speculative decoding needs.
+
+Legend: B sequences, G blocks, K slots, V vocabulary, H target hidden width, D drafter width, L
+layers, A heads, d head width, T context entries, n tapped target layers, S context rows.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .cache_flashmap import FlashMapCache
+from .configuration_flashmap import FlashMapConfig
+from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
+from .decoding_flashmap import spec_generate
+from .fused_flashmap import draw_seeds, rope_table, seeded_normal
+from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
+from .runner_flashmap import TargetRunner
+from .target_flashmap import (
+    FeatureTap,
+    call_module,
+    check_target,
+    dense_embedding,
+    look_up_rows,
+    select_hidden,
+    weight_dtype,
+)
+
+Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
+# transformers 4.57 copies only those files of a local folder that this one names.
+__all__ = ["FlashMapCache", "FlashMapDraftModel", "TargetRunner"]
+_MIN_REMAINING_TIME = 1e-3  # floor of 1 - s in e(s); no shipped grid comes near it
+
+
+class FlashMapDraftModel(PreTrainedModel):
+    """The drafter. It has no embedding and no vocabulary head: both are the target's."""
+
+    config: FlashMapConfig
+    config_class = FlashMapConfig
+    base_model_prefix = "flashmap"
+    main_input_name = "inputs_embeds"
+    _no_split_modules = ["FlashMapLayer"]  # noqa: RUF012  # the type transformers gives it
+    _supports_sdpa = True
+
+    def __init__(self, config: FlashMapConfig) -> None:
+        super().__init__(config)
+        config.check_fields()
+        hidden, target_hidden = config.hidden_size, config.target_hidden_size
+        eps = config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * target_hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.anchor_proj = nn.Linear(target_hidden, hidden)
+        self.anchor_norm = RMSNorm(hidden, eps)
+        self.state_norm = RMSNorm(target_hidden, eps)
+        self.noise_norm = RMSNorm(target_hidden, eps)
+        self.noise_gate = nn.Parameter(torch.ones(1))
+        self.x_embed = nn.Linear(target_hidden, hidden)
+        self.time_embed = TimeEmbedding(config)
+        self.jump_embed = TimeEmbedding(config)
+        self.layers = nn.ModuleList(FlashMapLayer(config) for _ in range(config.num_hidden_layers))
+        self.final_adaln = AdaLN(config)
+        self.head = nn.Linear(hidden, target_hidden)
+        self._modulation_memo = TensorMemo()
+        self._constant_memo = TensorMemo()
+        self._embedding_memo = TensorMemo()
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    # The network
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        modulations: Modulations,
+        position_ids: Tensor,
+        context: Sequence[tuple[Tensor, Tensor]],
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run the DiT on block states: hidden states (G, K, H) for the target's vocabulary head.
+
+        Args:
+            inputs_embeds: state inputs (G, K, H), see `embed_state`.
+            modulations: see `time_conditioning`.
+            position_ids: absolute positions (G, K) of the slots.
+            context: keys and values, each (S, A, T, d), a pair a layer; S divides G, and
+                neighbouring blocks share a row.
+            context_mask: boolean (S, 1, G / S * K, T), True where a slot may look; None:
+                everywhere.
+        """
+        per_layer, final = modulations
+        rope = rope_table(position_ids, self.config.head_size, self.config.rope_theta)
+        x = self.x_embed(inputs_embeds)
+        for layer, layer_modulations, layer_context in zip(
+            self._dit_layers, per_layer, context, strict=True
+        ):
+            x = layer(x, layer_modulations, rope, layer_context, context_mask)
+        hidden: Tensor = self.head(self.final_adaln(x, final))
+        return hidden
+
+    def time_conditioning(self, s: float | Tensor, t: float | Tensor) -> Modulations:
+        """Modulations of a jump from `s` to `t`: three (scale, shift, gate) a layer, and the last.
+
+        Floats give (1, 1, D) each and are remembered until the weights change; float32 tensors (G)
+        give (G, 1, D), one pair of times a block, and carry gradients.
+        """
+        learning = torch.is_grad_enabled() and self.training
+        if learning or isinstance(s, Tensor) or isinstance(t, Tensor):
+            return self._modulations(s, t)
+        with torch.no_grad():
+            return self._modulation_memo.get(
+                (s, t), self._conditioning_weights(), lambda: self._modulations(s, t)
+            )
+
+    def _conditioning_weights(self) -> list[Tensor]:
+        """Everything a modulation is computed from."""
+        linears: list[nn.Linear] = [self.final_adaln.linear]
+        for layer in self._dit_layers:
+            linears += [
+                layer.self_attn_adaln.linear,
+                layer.cross_attn_adaln.linear,
+                layer.mlp_adaln.linear,
+            ]
+        for embed in (self.time_embed, self.jump_embed):
+            linears += [embed.linear_1, embed.linear_2]
+        return [weight for linear in linears for weight in (linear.weight, linear.bias)]
+
+    @property
+    def _dit_layers(self) -> list[FlashMapLayer]:
+        return cast(list[FlashMapLayer], list(self.layers))
+
+    def _modulations(self, s: float | Tensor, t: float | Tensor) -> Modulations:
+        condition = self.time_embed(self._times(s)) + self.jump_embed(self._times(t))
+        per_layer = [layer.modulations(condition) for layer in self._dit_layers]
+        return per_layer, self.final_adaln.modulation(condition)
+
+    def _times(self, time: float | Tensor) -> Tensor:
+        """Times as float32 (G, 1), or (1, 1) for a float."""
+        if isinstance(time, Tensor):
+            return time.to(device=self.device, dtype=torch.float32).unsqueeze(-1)
+        return torch.full((1, 1), time, device=self.device)
+
+    # The context
+
+    def new_cache(self, batch_size: int, max_length: int) -> FlashMapCache:
+        """An empty context cache on the drafter's device, in its dtype."""
+        return FlashMapCache(
+            self.config, batch_size, max_length, device=self.device, dtype=self.dtype
+        )
+
+    def context_entries(
+        self, target_hidden: Tensor, position_ids: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values, each (B, A, m, d), a pair a layer.
+
+        They are computed from target features (B, m, n H) at positions (B, m).
+        """
+        features = target_hidden.to(device=self.device, dtype=self.dtype)
+        return self._entries(self.hidden_norm(self.fc(features)), position_ids)
+
+    def anchor_entries(
+        self, anchor_embeds: Tensor, position_ids: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values, each (B, A, m, d), a pair a layer.
+
+        They are computed from the embeddings (B, m, H) of anchors at positions (B, m).
+        """
+        embeds = anchor_embeds.to(device=self.device, dtype=self.dtype)
+        return self._entries(self.anchor_norm(self.anchor_proj(embeds)), position_ids)
+
+    def extend_context(self, cache: FlashMapCache, target_hidden: Tensor) -> None:
+        """Append the target's features (B, m, n H) of the next m positions to the context.
+
+        Raises:
+            ValueError: the features have another width than n H, or the cache is full.
+        """
+        width = self.fc.in_features
+        if target_hidden.dim() != 3 or target_hidden.shape[-1] != width:
+            raise ValueError(
+                f"target_hidden has shape {tuple(target_hidden.shape)}, expected (batch, positions,"
+                f" {width}): the outputs of target layers {self.config.target_layer_ids},"
+                " concatenated in that order."
+            )
+        positions = torch.arange(
+            cache.length, cache.length + target_hidden.shape[1], device=self.device
+        )
+        cache.write(self.context_entries(target_hidden, positions.unsqueeze(0)))
+        cache.length += target_hidden.shape[1]
+
+    def _entries(self, hidden: Tensor, position_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        rope = rope_table(position_ids, self.config.head_size, self.config.rope_theta)
+        return [layer.cross_attn.key_value(hidden, rope) for layer in self._dit_layers]
+
+    # The state
+
+    def target_constants(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean row (1, H) of the target's embedding E (V, H), and the noise factor F (H, H).
+
+        F F^T = E^T E. The mean has the embedding's dtype, F the drafter's. Both are remembered for
+        the latest embedding until it or the drafter's dtype or device changes.
+        """
+        layout = (embedding.shape, embedding.stride(), embedding.data_ptr(), embedding.dtype)
+
+        @torch.no_grad()
+        def compute() -> tuple[Tensor, Tensor]:
+            factor = noise_factor(embedding).to(device=self.device, dtype=self.dtype)
+            return uniform_embedding(embedding), factor
+
+        return self._constant_memo.get(
+            (layout, self.dtype, self.device), [owner(embedding)], compute
+        )
+
+    def embed_state(self, state: Tensor, s: float, t: float, embedding: Tensor) -> Tensor:
+        """Network inputs (B, K, H) for a float32 `state` (B, K, V) that jumps from `s` to `t`."""
+        if s > 0.0:
+            sharpness = s / max(1.0 - s, _MIN_REMAINING_TIME) ** 2
+            posterior = torch.softmax(state * sharpness, dim=-1, dtype=torch.float32)
+            posterior_embeds = (
+                posterior.to(device=embedding.device, dtype=embedding.dtype) @ embedding
+            )
+        else:
+            posterior_embeds = self.target_constants(embedding)[0]
+        state_embeds = state.to(device=embedding.device, dtype=embedding.dtype) @ embedding
+        return self.mix_state(posterior_embeds, state_embeds, s, t)
+
+    def mix_state(
+        self, posterior_embeds: Tensor, state_embeds: Tensor, s: float, t: float
+    ) -> Tensor:
+        """Norm and add the two projections of a state, unnormed, broadcastable to (B, K, H)."""
+        posterior_embeds = posterior_embeds.to(device=self.device, dtype=self.dtype)
+        state_embeds = state_embeds.to(device=self.device, dtype=self.dtype)
+        jump = t - s if self.config.noise_gate == "jump" else 1.0
+        gate = (self.noise_gate.float() * jump).to(self.dtype)
+        mixed: Tensor = self.state_norm(posterior_embeds) + gate * self.noise_norm(state_embeds)
+        return mixed
+
+    # Drafting
+
+    def draft(
+        self,
+        anchor_ids: Tensor,
+        cache: FlashMapCache,
+        embed_tokens: nn.Module,
+        lm_head: nn.Module,
+        num_steps: int | None = None,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Draft the block after each anchor: logits (B, K, V) in the dtype of the target's head.
+
+        Args:
+            anchor_ids: last committed token (B) of each sequence, at position `cache.length`.
+            cache: context of the positions before the anchor; the anchor's own entry is written to
+                its scratch space.
+            embed_tokens: the target's token embedding, called for the anchors.
+            lm_head: the target's vocabulary head, called on the network's output.
+            num_steps: number of jumps; None takes the configuration's.
+            noise: starting state (B, K, V); None draws it from the seeds, by position.
+            generator: where the seeds come from if neither noise nor seed is given; None: torch's
+                default generator.
+            seed: one integer, or one a sequence (see `draw_seeds`).
+
+        Raises:
+            ValueError: there is no grid for num_steps, the noise or the batch has another shape, or
+                the cache is full.
+        """
+        config, first = self.config, cache.length
+        grid = config.grid(num_steps or None)
+        shape = (anchor_ids.shape[0], config.block_size, config.vocab_size)
+        if noise is not None and noise.shape != shape:
+            raise ValueError(
+                f"noise has shape {tuple(noise.shape)}, expected {shape}: batch, slots, vocabulary."
+            )
+        positions = torch.arange(first, first + config.block_size + 1, device=self.device)
+        anchor_embeds = call_module(embed_tokens, anchor_ids.unsqueeze(1))
+        cache.write(self.anchor_entries(anchor_embeds, positions[None, :1]))
+        slots = positions[1:].expand(shape[:2])
+        embedding = self._embedding(embed_tokens)
+        state = None if noise is None else noise.to(device=self.device, dtype=torch.float32)
+        if state is None:
+            seeds = torch.tensor(draw_seeds(shape[0], seed, generator), device=self.device)
+            if len(grid) > 2:
+                state = seeded_normal(seeds, slots, config.vocab_size)
+        for s, t in pairwise(grid):
+            inputs = (
+                self._first_inputs(seeds, slots, embedding)
+                if state is None
+                else self.embed_state(state, s, t, embedding)
+            )
+            hidden = self(inputs, self.time_conditioning(s, t), slots, cache.context(first + 1))
+            logits = self._logits(hidden, embed_tokens, lm_head)
+            if state is not None and t < 1.0:
+                delta = torch.softmax(logits.to(self.device), dim=-1, dtype=torch.float32)
+                state = ((1.0 - t) * state + (t - s) * delta) / (1.0 - s)
+        return logits
+
+    def _first_inputs(self, seeds: Tensor, positions: Tensor, embedding: Tensor) -> Tensor:
+        """Inputs of the single jump from 0 to 1, its noise drawn in the target's hidden width."""
+        uniform, factor = self.target_constants(embedding)
+        noise = seeded_normal(seeds, positions, self.config.target_hidden_size)
+        return self.mix_state(uniform, noise.to(self.dtype) @ factor.T, 0.0, 1.0)
+
+    def _embedding(self, embed_tokens: nn.Module) -> Tensor:
+        """The first V rows of the target's embedding; rows of a packed one are looked up once."""
+        rows, width = self.config.vocab_size, self.config.target_hidden_size
+        dense = dense_embedding(embed_tokens, width)
+        if dense is not None:
+            return dense[:rows]
+        stored = [*embed_tokens.parameters(), *embed_tokens.buffers()]
+        return self._embedding_memo.get(rows, stored, lambda: look_up_rows(embed_tokens, rows))
+
+    def _logits(self, hidden: Tensor, embed_tokens: nn.Module, lm_head: nn.Module) -> Tensor:
+        """Logits (B, K, V) of the target's head, which may be padded beyond V."""
+        dtype = weight_dtype(lm_head) or weight_dtype(embed_tokens) or hidden.dtype
+        logits = call_module(lm_head, hidden.to(dtype))
+        if logits.shape[-1] < self.config.vocab_size:
+            raise ValueError(
+                f"The target's vocabulary head gives {logits.shape[-1]} logits and the drafter"
+                f" needs {self.config.vocab_size}: this drafter was trained for another target"
+                f" ({self.config.target_model})."
+            )
+        return logits[..., : self.config.vocab_size]
+
+    # The target
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise ValueError if this drafter cannot draft for `target`; warn of what costs speed."""
+        check_target(self.config, target)
+
+    def target_features(self, target: PreTrainedModel) -> AbstractContextManager[FeatureTap]:
+        """Context manager that watches the tapped layers of `target`.
+
+        Calling what it yields gives the features (B, m, n H) of the newest forward pass, in the
+        order of the taps.
+        """
+        return FeatureTap(target, self.config.target_layer_ids)
+
+    def select_target_hidden(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        """Features (B, m, n H) from transformers' tuple of hidden states.
+
+        Raises:
+            ValueError: the tuple is too short, or a tap is on the last layer.
+        """
+        return select_hidden(hidden_states, self.config.target_layer_ids)
+
+    # The loop, documented where it is written.
+    spec_generate = spec_generate
+
+    # transformers
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training mode, and forget what was computed from weights that are about to change."""
+        self._forget()
+        return super().train(mode)
+
+    def _forget(self) -> None:
+        self._modulation_memo.clear()
+        self._constant_memo.clear()
+        self._embedding_memo.clear()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # Weights found in a checkpoint carry a mark; a module with some of them missing must keep
+        # the others.
+        for name, weight in module.named_parameters(recurse=False):
+            if getattr(weight, "_is_hf_initialized", False):
+                continue
+            if isinstance(module, ZeroLinear) or name == "bias":
+                nn.init.zeros_(weight)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(weight, std=0.02)
+            else:
+                nn.init.ones_(weight)

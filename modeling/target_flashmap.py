@@ -1,0 +1,301 @@
+"""What the drafter needs of a target model: its layers' outputs, its embedding, its vocabulary
+head.
+
+Targets differ in where they keep their decoder layers and in how their weights are stored and
+placed. All of that is found out here, from the model itself, so that the decoding loop reads the
+same for every target.
+
+Legend: B sequences, m positions of a forward pass, n tapped layers, H target hidden width, V
+vocabulary.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .configuration_flashmap import FlashMapConfig
+
+logger = logging.getLogger(__name__)
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_LOOK_UP_ROWS = 8192
+# transformers 5 caches record what is needed to drop their newest entries again.
+RECORDS_PAST = hasattr(transformers.DynamicCache, "activate_past_recording")
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Log a warning the first time it is given in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
+
+
+# Calling the target's modules where they are
+
+
+def weight_dtype(module: nn.Module) -> torch.dtype | None:
+    """Dtype of the module's weight if that is an ordinary floating-point one, else None (packed and
+    quantised weights).
+    """
+    dtype = getattr(getattr(module, "weight", None), "dtype", None)
+    return dtype if dtype in _PLAIN_DTYPES else None
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """Where `module` computes: accelerate's execution device for dispatched or offloaded modules,
+    else its weights'.
+    """
+    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if execution_device is not None:
+        return torch.device(execution_device)
+    stored = next(
+        (tensor for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None
+    )
+    return stored.device if stored is not None else torch.device("cpu")
+
+
+def call_module(module: nn.Module, x: Tensor) -> Tensor:
+    """Call one of the target's modules on `x`, moved to where the module computes."""
+    result: Tensor = module(x.to(module_device(module)))
+    return result
+
+
+def dense_embedding(embed_tokens: nn.Module, width: int) -> Tensor | None:
+    """The embedding's weight (rows, `width`) if it lies in memory as plain numbers, else None."""
+    weight = getattr(embed_tokens, "weight", None)
+    if not isinstance(weight, Tensor) or weight.is_meta or weight_dtype(embed_tokens) is None:
+        return None
+    return weight if weight.dim() == 2 and weight.shape[1] == width else None
+
+
+@torch.no_grad()
+def look_up_rows(embed_tokens: nn.Module, num_rows: int) -> Tensor:
+    """Embeddings (num_rows, H) of the ids 0, 1, ..., for embeddings that are packed, quantised or
+    offloaded.
+
+    Raises:
+        ValueError: the module cannot be called on token ids, or returns something else than one row
+            a token.
+    """
+    name = type(embed_tokens).__name__
+    try:
+        chunks = [
+            call_module(embed_tokens, ids) for ids in torch.arange(num_rows).split(_LOOK_UP_ROWS)
+        ]
+        rows = torch.cat(chunks)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        raise ValueError(
+            f"The target's embedding ({name}) holds no dense weight and cannot be looked up for"
+            f" {num_rows} ids ({error}): load the target with its embedding unquantised."
+        ) from error
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise ValueError(
+            f"The target's embedding ({name}) returns {tuple(rows.shape)} {rows.dtype} for"
+            f" {num_rows} ids, expected one floating-point row an id: load the target with its"
+            " embedding unquantised."
+        )
+    return rows
+
+
+def num_embedding_rows(target: PreTrainedModel) -> int:
+    """Number of token ids that the target's embedding knows, padding rows included."""
+    rows: int = (
+        getattr(target.get_input_embeddings(), "num_embeddings", None)
+        or text_config(target).vocab_size
+    )
+    return rows
+
+
+# Layers and features
+
+
+def text_config(target: PreTrainedModel) -> Any:
+    """Configuration of the target's language model, the inner one where the target has other parts
+    too.
+    """
+    config = target.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, in order, wherever its class keeps them.
+
+    Raises:
+        ValueError: there is no module list of the configured length, or more than one.
+    """
+    depth = getattr(text_config(target), "num_hidden_layers", None)
+    root = target.get_decoder() if hasattr(target, "get_decoder") else target
+    stacks: dict[str, nn.ModuleList] = {}
+    for name, module in root.named_modules():  # parents come before their children
+        nested = any(name.startswith(f"{outer}.") for outer in stacks)
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not nested:
+            stacks[name] = module
+    if len(stacks) != 1:
+        raise ValueError(
+            f"{type(target).__name__} has {len(stacks)} module lists of {depth} layers, expected"
+            " one: its decoder layers cannot be told apart. Pass the language model itself as the"
+            " target."
+        )
+    return stacks.popitem()[1]
+
+
+def select_hidden(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:
+    """Outputs (B, m, n H) of decoder layers from transformers' tuple of hidden states.
+
+    Entry i + 1 of that tuple is the output of layer i, but for the last layer, whose entry comes
+    after the final norm.
+
+    Raises:
+        ValueError: the tuple is too short, or the last layer is asked for.
+    """
+    last = len(hidden_states) - 2
+    if layer_ids[-1] >= last:
+        raise ValueError(
+            f"target_layer_ids {list(layer_ids)} cannot be read from {len(hidden_states)} hidden"
+            f" states: entry i + 1 is the output of layer i for layers below {last} only (the last"
+            " entry comes after the final norm). Use target_features."
+        )
+    return torch.cat([hidden_states[index + 1] for index in layer_ids], dim=-1)
+
+
+class FeatureTap:
+    """Watches the tapped decoder layers of a target; called, it gives the newest forward pass's
+    features (B, m, n H).
+
+    A context manager: hooks are registered on entry and removed on exit, exceptions included. Layer
+    outputs are taken before any final norm.
+    """
+
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        layers = decoder_layers(target)
+        self._layers = [layers[index] for index in layer_ids]
+        self._outputs: dict[int, Tensor] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> "FeatureTap":
+        for index, layer in enumerate(self._layers):
+            self._handles.append(layer.register_forward_hook(self._hook(index)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._outputs = [], {}
+
+    def __call__(self) -> Tensor:
+        """Features of the newest forward pass, concatenated in the order of the taps, on the first
+        tap's device.
+        """
+        if len(self._outputs) != len(self._layers):
+            raise RuntimeError(
+                "No forward pass of the target has been seen: call it inside the context manager"
+                " first."
+            )
+        device = self._outputs[0].device
+        return torch.cat(
+            [self._outputs[index].to(device) for index in range(len(self._layers))], dim=-1
+        )
+
+    def _hook(self, index: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            self._outputs[index] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+
+# Checks
+
+
+def check_target(config: FlashMapConfig, target: PreTrainedModel) -> None:
+    """Raise ValueError if a drafter with `config` cannot draft for `target`; warn once about what
+    only costs acceptance.
+    """
+    target_config = text_config(target)
+    if getattr(target.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder model; the target must be a causal"
+            " language model."
+        )
+    _check_embedding(config, target)
+    depth = len(decoder_layers(target))
+    if config.target_layer_ids[-1] >= depth:
+        raise ValueError(
+            f"target_layer_ids {config.target_layer_ids} needs at least"
+            f" {config.target_layer_ids[-1] + 1} decoder layers, the target has {depth}: this"
+            f" drafter was trained for another target ({config.target_model})."
+        )
+    kinds = (
+        getattr(target_config, "layer_types", None)
+        or getattr(target_config, "layers_block_type", None)
+        or []
+    )
+    recurrent = sorted(set(kinds) - set(_ATTENTION_LAYERS)) or ["recurrent"] * bool(
+        getattr(target, "_is_stateful", False)
+    )
+    if recurrent and not RECORDS_PAST:
+        raise ValueError(
+            f"{type(target).__name__} has layers whose state transformers"
+            f" {transformers.__version__} cannot roll back ({', '.join(recurrent)}): use"
+            " transformers 5 or later, or a target with attention layers only."
+        )
+    expected = config.target_model.rstrip("/").rsplit("/", 1)[-1]
+    found = str(getattr(target.config, "_name_or_path", "") or "").rstrip("/").rsplit("/", 1)[-1]
+    if found and found.lower() != expected.lower():
+        warn_once(
+            f"The drafter was trained for {config.target_model!r} and the target calls itself"
+            f" {found!r}: if they are not the same model, decoding stays exact but few drafts will"
+            " be accepted."
+        )
+    softcap = getattr(target_config, "final_logit_softcapping", None) or getattr(
+        target_config, "logit_scale", None
+    )
+    if softcap:
+        warn_once(
+            f"The target caps or scales its logits ({softcap}); drafts are made without, which"
+            " costs only acceptance."
+        )
+
+
+def _check_embedding(config: FlashMapConfig, target: PreTrainedModel) -> None:
+    embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    if embed_tokens is None or lm_head is None:
+        raise ValueError(
+            f"{type(target).__name__} has no token embedding or no vocabulary head; the target must"
+            " be a causal language model, such as AutoModelForCausalLM loads."
+        )
+    rows = num_embedding_rows(target)
+    width = getattr(embed_tokens, "embedding_dim", None) or text_config(target).hidden_size
+    if width != config.target_hidden_size:
+        raise ValueError(
+            f"The target's embedding is {width} wide and the drafter expects"
+            f" target_hidden_size={config.target_hidden_size}: this drafter was trained for another"
+            f" target ({config.target_model})."
+        )
+    if rows < config.vocab_size:
+        raise ValueError(
+            f"The target's embedding has {rows} rows and the drafter's vocabulary"
+            f" {config.vocab_size} tokens: this drafter was trained for another target"
+            f" ({config.target_model}) or for a tokenizer with more tokens."
+        )
+
+
+def position_limit(target: PreTrainedModel) -> int | None:
+    """Number of positions a target with a learned position table has; None where positions are
+    computed (RoPE, ALiBi).
+    """
+    limit = getattr(text_config(target), "max_position_embeddings", None)
+    token_table = target.get_input_embeddings()
+    tables = [
+        module
+        for module in target.modules()
+        if isinstance(module, nn.Embedding) and module is not token_table
+    ]
+    # Some models keep a few rows of offset in the table (OPT has 2).
+    learned = any(limit and 0 <= table.num_embeddings - limit <= 2 for table in tables)
+    return limit if learned else None
