@@ -1,0 +1,225 @@
+"""Loads a target and its drafter, ready to decode: the one entry for the command line, scripts and
+tests.
+
+Both models end on one device in one dtype. Everything that could make decoding crash or quietly
+lose its speed (damaged weights, another vocabulary, another tokenizer) is refused here with a
+sentence that says what to do.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import CONFIG, read_json, require_all_loaded, require_finite, weight_files
+from .references import drafter_folder, target_folder
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .modeling.modeling_flashmap import FlashMapDraftModel
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Embedding tables are padded by some per cent; a tokenizer that covers less than this belongs to
+# another model.
+LEAST_COVERAGE = 0.75
+
+
+def load_pair(
+    target: "str | Path",
+    draft: "str | Path",
+    device: "str | torch.device | None" = None,
+    dtype: "str | torch.dtype | None" = None,
+) -> "tuple[PreTrainedModel, FlashMapDraftModel, PreTrainedTokenizerBase]":
+    """Load a target, its drafter and its tokenizer.
+
+    >>> target, draft, tokenizer = load_pair("smollm2-135m", "smollm2-135m")  # doctest: +SKIP
+
+    Args:
+        target: a local folder, a Hub id with an optional ``@revision``, or ``smollm2-135m``.
+        draft: the same for the drafter. It runs in this package's class: Python code that comes
+            with it is not executed.
+        device: "cpu", "cuda" or "cuda:N"; None takes a GPU if there is one.
+        dtype: "float32", "bfloat16", "float16", a torch.dtype, or "auto" (None): bfloat16 on a GPU,
+            elsewhere what the target is stored in. float32 reproduces plain greedy decoding token
+            by token; bfloat16 is faster, and may part from it where two tokens are nearly tied.
+
+    Returns:
+        The target and the drafter in evaluation mode, and the target's tokenizer.
+
+    Raises:
+        ValueError: a REF cannot be found or fetched, a folder is damaged, the two do not belong
+            together, or the device or dtype is not there.
+    """
+    chosen_device = _resolve_device(device)
+    chosen_dtype = _resolve_dtype(dtype, chosen_device)
+    draft_folder = drafter_folder(str(draft))
+    loaded: Any = _load_drafter(draft_folder)
+    folder = target_folder(str(target))
+    tokenizer = _load_tokenizer(folder)
+    target_model = _load_target(folder, chosen_device, chosen_dtype)
+    draft_model: FlashMapDraftModel = loaded.to(chosen_device, target_model.dtype).eval()
+    draft_model.check_target(target_model)
+    check_tokenizer(tokenizer, target_model, draft_model.config, folder)
+    return target_model, draft_model, tokenizer
+
+
+def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """sha256 of the tokenizer's (id, token) pairs: ``target_vocab_hash`` in a drafter's config."""
+    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(
+        json.dumps(pairs, ensure_ascii=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def check_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", target: "PreTrainedModel", draft_config: Any, folder: Path
+) -> None:
+    """Raise ValueError if ``tokenizer`` cannot be the one that ``target`` and its drafter were
+    trained with."""
+    embedding: Any = target.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    vocabulary = tokenizer.get_vocab()
+    size, highest = len(vocabulary), max(vocabulary.values(), default=-1)
+    found = (
+        f"the tokenizer in {folder} has {size} tokens with ids up to {highest}, the target's "
+        f"embedding {rows} rows"
+    )
+    advice = "it belongs to another model family: put the target's own tokenizer files there"
+    if highest >= rows or size < LEAST_COVERAGE * rows:
+        raise ValueError(f"{found}; {advice}")
+    expected = getattr(draft_config, "target_vocab_hash", None)
+    if expected and vocabulary_hash(tokenizer) != expected:
+        raise ValueError(
+            f"{found}, and its vocabulary is not the one the drafter was trained for "
+            f"({draft_config.target_model}, "
+            f"target_vocab_hash {expected}); {advice}, or use a drafter made for this target"
+        )
+
+
+def _resolve_device(device: "str | torch.device | None") -> "torch.device":
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return torch.device("cuda" if count else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not known; use cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        have = f"{count} GPU(s)" if count else "no GPU that torch can use"
+        raise ValueError(
+            f"device {str(device)!r} was asked for, but there is {have} (torch "
+            f"{torch.__version__}, built for CUDA "
+            f"{torch.version.cuda}); use --device cpu, or install a driver and a torch build that "
+            f"match"
+        )
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not supported; use cpu, cuda or cuda:N")
+    return chosen
+
+
+def _resolve_dtype(
+    dtype: "str | torch.dtype | None", device: "torch.device"
+) -> "str | torch.dtype":
+    import torch
+
+    if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"dtype {dtype} is not a floating-point type; use one of {', '.join(DTYPES)}"
+            )
+        return dtype
+    if dtype is None or dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else "auto"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
+
+
+def _load_drafter(folder: Path) -> "FlashMapDraftModel":
+    model_type = read_json(folder / CONFIG).get("model_type")
+    if model_type != "flashmap":
+        raise ValueError(
+            f"{folder / CONFIG}: model_type is {model_type!r}; a FlashMap drafter says 'flashmap'"
+        )
+    weight_files(folder)
+    from .modeling.configuration_flashmap import FlashMapConfig
+    from .modeling.modeling_flashmap import FlashMapDraftModel
+
+    try:
+        config = FlashMapConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    model: FlashMapDraftModel = _from_pretrained(
+        FlashMapDraftModel, folder, strict=True, config=config
+    )
+    return model
+
+
+def _load_target(
+    folder: Path, device: "torch.device", dtype: "str | torch.dtype"
+) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    config = read_json(folder / CONFIG)
+    if config.get("model_type") == "flashmap":
+        raise ValueError(f"{folder} is a drafter; --target names the language model it drafts for")
+    weight_files(folder)
+    # A quantised model is put on its device while it loads, and some kinds cannot be moved
+    # afterwards.
+    placement = {"device_map": {"": device}} if "quantization_config" in config else {}
+    model = _from_pretrained(AutoModelForCausalLM, folder, strict=False, dtype=dtype, **placement)
+    ready: PreTrainedModel = (model if placement else model.to(device)).eval()
+    return ready
+
+
+def _from_pretrained(auto_class: Any, folder: Path, *, strict: bool, **arguments: Any) -> Any:
+    try:
+        with _without_load_report():
+            # Tensors of other shapes are let through here to be named below, with the folder.
+            model, info = auto_class.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            )
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        raise ValueError(f"{folder} cannot be loaded: {_first_line(error)}") from error
+    require_all_loaded(info, folder, strict=strict)
+    require_finite(model, folder)
+    return model
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers from logging what it could not load: we refuse it, in one message."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{folder} holds no tokenizer that can be loaded ({_first_line(error)}); fetch the "
+            f"target again with its "
+            "tokenizer files"
+        ) from error
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
