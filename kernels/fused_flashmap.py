@@ -184,10 +184,9 @@ def draw_seeds(
             "seed and generator are both given: pass one of them, since each decides the random"
             " numbers."
         )
-    seeds = [seed + row for row in range(batch_size)] if isinstance(seed, int) else list(seed)
-    if isinstance(seed, bool) or not all(
-        isinstance(value, int) and not isinstance(value, bool) for value in seeds
-    ):
+    seeds = [seed + row for row in range(batch_size)] if isinstance(seed, int) else seed
+    listed = isinstance(seeds, Sequence) and not isinstance(seed, bool)
+    if not listed or any(not isinstance(one, int) or isinstance(one, bool) for one in seeds):
         raise ValueError(
             f"seed={seed!r} is not valid: pass an integer, or a list of integers, one a sequence."
         )

@@ -242,9 +242,9 @@ class FlashMapConfig(PretrainedConfig):
         rule = f"one of the step counts in jump_grids ({', '.join(sorted(grids, key=int))})"
         self._require("num_steps", str(self.num_steps) in grids, rule)
 
-    def _require(self, name: str, holds: object, rule: str, value: object = None) -> None:
+    def _require(self, name: str, holds: object, rule: str, *values: object) -> None:
         if not holds:
-            value = getattr(self, name) if value is None else value
+            (value,) = values or (getattr(self, name),)
             raise ValueError(f"FlashMapConfig: {name}={value!r} is not valid: it must be {rule}.")
 
 

@@ -14,35 +14,35 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 Value = TypeVar("Value")
 _GRAM_ROWS = 16384
 
 
 class TensorMemo:
-    """Values computed from tensors, kept while those tensors are the same objects with the same
-    storage and contents.
+    """Values computed from weights, kept while those are the same objects with the same contents.
 
-    In-place edits are seen through PyTorch's version counters (edits through `.data` bypass them
-    and are not seen). It holds tensors by weak reference and copies or pickles as empty.
+    Values carry no gradients. In-place edits are seen through PyTorch's version counters, and the
+    steps of fused optimizers, which bypass them, through a count of steps; edits through `.data`
+    are not seen. Sources are held by weak reference, and a copy or a pickle is empty.
     """
 
     def __init__(self) -> None:
-        self._sources: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self._sources: list[tuple[weakref.ref[Tensor | nn.Module], tuple[int, ...]]] = []
         self._values: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], Value]) -> Value:
-        """The value for `key`, computed now if it is not there or if any of `sources` changed
-        since.
-        """
+    def get(
+        self, key: Hashable, sources: Sequence[Tensor | nn.Module], compute: Callable[[], Value]
+    ) -> Value:
+        """The value for `key`, computed now if it is not there or if any source changed since."""
         if not self._is_current(sources):
             self._values = {}
-            self._sources = [
-                (weakref.ref(tensor), tensor.data_ptr(), _version(tensor)) for tensor in sources
-            ]
+            self._sources = [(weakref.ref(source), _stamp(source)) for source in sources]
         if key not in self._values:
-            self._values[key] = compute()
+            with torch.inference_mode(False), torch.no_grad():
+                self._values[key] = compute()
         value: Value = self._values[key]
         return value
 
@@ -53,22 +53,36 @@ class TensorMemo:
     def __reduce__(self) -> tuple[type["TensorMemo"], tuple[()]]:
         return (TensorMemo, ())
 
-    def _is_current(self, sources: Sequence[Tensor]) -> bool:
+    def _is_current(self, sources: Sequence[Tensor | nn.Module]) -> bool:
         return len(sources) == len(self._sources) and all(
-            known() is tensor and address == tensor.data_ptr() and version == _version(tensor)
-            for tensor, (known, address, version) in zip(sources, self._sources, strict=True)
+            known() is source and stamp == _stamp(source)
+            for source, (known, stamp) in zip(sources, self._sources, strict=True)
         )
 
 
-def _version(tensor: Tensor) -> int:
-    """PyTorch's count of in-place edits; tensors made in inference mode carry none."""
-    return 0 if tensor.is_inference() else tensor._version
+class _OptimizerSteps:
+    """Counts the steps of all optimizers of this process."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, *_: object) -> None:
+        cls.count += 1
+
+
+register_optimizer_step_post_hook(_OptimizerSteps.add)
+
+
+def _stamp(source: Tensor | nn.Module) -> tuple[int, ...]:
+    """Changes when the source's contents do; tensors made in inference mode count no edits."""
+    if isinstance(source, nn.Module):
+        return ()
+    edits = 0 if source.is_inference() else source._version
+    return source.data_ptr(), edits, _OptimizerSteps.count
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """The tensor that a view was taken of (they share storage and version counter), or the tensor
-    itself.
-    """
+    """The tensor that a view was taken of, or the tensor itself: views share its edit count."""
     return tensor if tensor._base is None else tensor._base
 
 

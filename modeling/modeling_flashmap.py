@@ -121,10 +121,9 @@ class FlashMapDraftModel(PreTrainedModel):
         learning = torch.is_grad_enabled() and self.training
         if learning or isinstance(s, Tensor) or isinstance(t, Tensor):
             return self._modulations(s, t)
-        with torch.no_grad():
-            return self._modulation_memo.get(
-                (s, t), self._conditioning_weights(), lambda: self._modulations(s, t)
-            )
+        return self._modulation_memo.get(
+            (s, t), self._conditioning_weights(), lambda: self._modulations(s, t)
+        )
 
     def _conditioning_weights(self) -> list[Tensor]:
         """Everything a modulation is computed from."""
@@ -215,7 +214,6 @@ class FlashMapDraftModel(PreTrainedModel):
         """
         layout = (embedding.shape, embedding.stride(), embedding.data_ptr(), embedding.dtype)
 
-        @torch.no_grad()
         def compute() -> tuple[Tensor, Tensor]:
             factor = noise_factor(embedding).to(device=self.device, dtype=self.dtype)
             return uniform_embedding(embedding), factor
@@ -304,7 +302,7 @@ class FlashMapDraftModel(PreTrainedModel):
                 else self.embed_state(state, s, t, embedding)
             )
             hidden = self(inputs, self.time_conditioning(s, t), slots, cache.context(first + 1))
-            logits = self._logits(hidden, embed_tokens, lm_head)
+            logits = self._logits(hidden, lm_head, anchor_embeds.dtype)
             if state is not None and t < 1.0:
                 delta = torch.softmax(logits.to(self.device), dim=-1, dtype=torch.float32)
                 state = ((1.0 - t) * state + (t - s) * delta) / (1.0 - s)
@@ -322,13 +320,18 @@ class FlashMapDraftModel(PreTrainedModel):
         dense = dense_embedding(embed_tokens, width)
         if dense is not None:
             return dense[:rows]
-        stored = [*embed_tokens.parameters(), *embed_tokens.buffers()]
-        return self._embedding_memo.get(rows, stored, lambda: look_up_rows(embed_tokens, rows))
+        sources: list[Tensor | nn.Module] = [embed_tokens]
+        for tensor in (*embed_tokens.parameters(), *embed_tokens.buffers()):
+            if not tensor.is_meta:  # offloaded weights are other tensors after every call
+                sources.append(tensor)
+        return self._embedding_memo.get(rows, sources, lambda: look_up_rows(embed_tokens, rows))
 
-    def _logits(self, hidden: Tensor, embed_tokens: nn.Module, lm_head: nn.Module) -> Tensor:
-        """Logits (B, K, V) of the target's head, which may be padded beyond V."""
-        dtype = weight_dtype(lm_head) or weight_dtype(embed_tokens) or hidden.dtype
-        logits = call_module(lm_head, hidden.to(dtype))
+    def _logits(self, hidden: Tensor, lm_head: nn.Module, dtype: torch.dtype) -> Tensor:
+        """Logits (B, K, V) of the target's head, which may be padded beyond V.
+
+        A packed head says nothing of its inputs' dtype, so they get the target's activations' one.
+        """
+        logits = call_module(lm_head, hidden.to(weight_dtype(lm_head) or dtype))
         if logits.shape[-1] < self.config.vocab_size:
             raise ValueError(
                 f"The target's vocabulary head gives {logits.shape[-1]} logits and the drafter"

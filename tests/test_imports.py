@@ -25,6 +25,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
             "flashmap.modeling",
             "flashmap.pair",
             "flashmap.embedded",
+            "flashmap.openmp",
             "flashmap.load_pair",
             "flashmap.__version__",
         },

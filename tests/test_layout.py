@@ -28,6 +28,7 @@ MAX_FUNCTION, MAX_KERNEL = 60, 80
 READS_ENVIRONMENT = {
     "src/flashmap/embedded.py": "the user's cache folder",
     "release/fresh.py": "what a fresh process inherits",
+    "cli/main.py": "how OpenMP's threads wait, before torch is imported",
 }
 
 

@@ -1,0 +1,101 @@
+"""`flashmap generate`: continue one prompt, streaming to a terminal."""
+
+import sys
+from contextlib import nullcontext
+from typing import Annotated, Any
+
+import typer
+
+from .options import (
+    Device,
+    Draft,
+    Dtype,
+    Json,
+    MaxNewTokens,
+    NumSteps,
+    Target,
+    Temperature,
+    check_numbers,
+)
+from .output import print_json, results_on_stdout
+
+KERNELS = "reference"  # the plain-torch operations, the only ones of this version
+
+
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(help="The text to answer (or, with --raw, to continue).")
+    ],
+    target: Target,
+    draft: Draft,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    num_steps: NumSteps = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Makes sampling repeatable [default: random].", show_default=False),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="No chat template: continue the prompt.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Generate text with a target and its drafter: the target's own words, in fewer passes."""
+    check_numbers(max_new_tokens, temperature)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give at least one word")
+    with results_on_stdout():
+        from transformers import TextStreamer
+
+        from flashmap.pair import load_pair
+
+        from .decoding import decode_with_drafter, encode
+
+        target_model, draft_model, tokenizer = load_pair(target, draft, device, dtype)
+        input_ids = encode(tokenizer, prompt, raw=raw)
+    live = sys.stdout.isatty() and not json
+    streamer: Any = None
+    if live:
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with nullcontext() if live else results_on_stdout():
+        result = decode_with_drafter(
+            target_model,
+            draft_model,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            num_steps=num_steps,
+            seed=seed,
+            streamer=streamer,
+        )
+    text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    passes = len(result.acceptance_lengths)
+    acceptance_length = sum(result.acceptance_lengths) / max(passes, 1)
+    if json:
+        print_json(
+            {
+                "prompt": prompt,
+                "text": text,
+                "token_ids": result.token_ids,
+                "num_new_tokens": len(result.token_ids),
+                "acceptance_lengths": result.acceptance_lengths,
+                "acceptance_length": acceptance_length,
+                "seconds": result.seconds,
+                "tokens_per_second": result.tokens_per_second,
+                "seed": result.seed,
+                "target": target,
+                "draft": draft,
+                "kernels": KERNELS,
+            }
+        )
+        return
+    if not live:
+        print(text)
+    print(
+        f"{len(result.token_ids)} tokens in {result.seconds:.2f} s, "
+        f"{result.tokens_per_second:.1f} tokens/s, "
+        f"{acceptance_length:.2f} tokens a verification pass, seed {result.seed}",
+        file=sys.stderr,
+    )

@@ -1,0 +1,40 @@
+"""The options that several commands share, said once: same name, same meaning, same help."""
+
+from typing import Annotated
+
+import typer
+
+Target = Annotated[
+    str, typer.Option(help="Target: a folder, a Hub id (owner/name@revision), or smollm2-135m.")
+]
+Draft = Annotated[
+    str, typer.Option(help="Drafter: a folder, a Hub id (owner/name@revision), or smollm2-135m.")
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(help="0 decodes greedily; above 0 samples.")]
+NumSteps = Annotated[
+    int | None, typer.Option(help="Jumps a draft [default: the drafter's own].", show_default=False)
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda or cuda:N [default: a GPU if any].", show_default=False),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, else as stored. float32 "
+        "repeats plain greedy decoding token by token; bfloat16 is faster."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def check_numbers(max_new_tokens: int, temperature: float) -> None:
+    """Raise ValueError for numbers that decoding will refuse, before models are loaded for
+    nothing."""
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: ask for at least 1 token")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(
+            f"--temperature {temperature}: give 0 for greedy decoding, or a number above 0"
+        )

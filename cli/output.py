@@ -1,0 +1,27 @@
+"""What goes where: results on stdout, everything else on stderr, and with --json one document on
+stdout and no more."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+
+@contextmanager
+def results_on_stdout() -> Iterator[None]:
+    """Within it, what libraries print to stdout goes to stderr, and their progress bars show on a
+    terminal only."""
+    from transformers.utils import logging
+
+    bars: Any = logging
+    if not sys.stderr.isatty():
+        bars.disable_progress_bar()
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def print_json(document: Any) -> None:
+    """Write ``document`` as the one JSON document of this run; numbers that JSON lacks are
+    refused."""
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,62 @@
+"""`flashmap release`: make a folder that anybody can load with AutoModel, and check one."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Json
+from .output import print_json, results_on_stdout
+
+release_app = typer.Typer(
+    help="Build and check release folders.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@release_app.command(epilog="Example: flashmap release build models/smollm2-135m --out release-out")
+def build(
+    source: Annotated[
+        str, typer.Argument(help="A models/ entry, by name or path, or a checkpoint folder.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write: absent, empty, or an earlier build.")],
+    tag: Annotated[str | None, typer.Option(help="The tag it will be released under.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="The Hub repository it is meant for.")] = None,
+) -> None:
+    """Build a complete release folder: weights, configuration, remote code, card, licence."""
+    with results_on_stdout():
+        from flashmap.references import EMBEDDED, drafter_folder
+        from flashmap.release.build import build_release
+
+        folder = drafter_folder(source) if source == EMBEDDED else Path(source)
+        done = build_release(folder, out, tag=tag, repo_id=repo_id)
+    size = sum(done.files.values())
+    state = "built" if done.changed else "unchanged"
+    print(
+        f"{done.folder}: {state}, {len(done.files)} files, {size:,} bytes, code digest "
+        f"{done.digest[:16]}"
+    )
+
+
+@release_app.command(epilog="Example: flashmap release check release-out")
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The release folder.")],
+    json: Json = False,
+) -> None:
+    """Check a release folder, loading it in a fresh process that has no flashmap. Exit 1 if a check
+    fails."""
+    with results_on_stdout():
+        from flashmap.release.check import FAILED, check_release
+
+        findings = check_release(folder)
+    failed = [finding for finding in findings if finding.status == FAILED]
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            print(f"{finding.status:<7} {finding.check:<13} {finding.found}")
+            if finding.status == FAILED:
+                print(f"{'':<21} expected {finding.expected}. {finding.fix}")
+        print(f"{len(findings) - len(failed)} passed, {len(failed)} failed")
+    if failed:
+        raise typer.Exit(1)

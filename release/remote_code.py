@@ -1,0 +1,108 @@
+"""The Python files a release ships, as transformers' loader sees them: which they are, and their
+digest.
+
+The loader finds a file's siblings with a regular expression over its text and copies them into a
+cache of modules. It may reuse a stale copy when only a sibling changed, so the digest of every
+shipped file is stamped into the configuration file: any change then changes the file that the
+loader looks at first.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import ReleaseError
+
+CONFIGURATION = "configuration_flashmap.py"
+MODELING = "modeling_flashmap.py"
+AUTO_MAP = {
+    "AutoConfig": "configuration_flashmap.FlashMapConfig",
+    "AutoModel": "modeling_flashmap.FlashMapDraftModel",
+}
+STAMP = re.compile(rb'^CODE_DIGEST = "[^"\r\n]*"(?=\r?$)', re.MULTILINE)
+# What the loader takes for a relative import, wherever it stands in the text.
+RELATIVE = re.compile(r"^\s*(?:from\s+\.(\S*)\s+import|import\s+\.(\S*)\s*$)", re.MULTILINE)
+ONE_FILE_NAME = re.compile(r"[a-z0-9_]+")
+
+
+def sibling_names(text: str, file: str) -> list[str]:
+    """File names that ``text``, the code of ``file``, imports relatively, in order. Raises
+    ReleaseError for other forms."""
+    names = []
+    for match in RELATIVE.finditer(text):
+        name = match[1] if match[1] is not None else match[2]
+        if not ONE_FILE_NAME.fullmatch(name):
+            line = text[match.start() :].strip().partition("\n")[0]
+            raise ReleaseError(
+                "remote-code",
+                f"{file} has the line {line!r}",
+                "relative imports of single sibling files only, also in comments and docstrings",
+                "write it as: from .sibling_flashmap import name",
+            )
+        names.append(f"{name}.py")
+    return names
+
+
+def read_closure(folder: Path) -> dict[str, bytes]:
+    """Name and content of every file the remote code consists of, names sorted.
+
+    Starts at the two files that ``auto_map`` names and follows relative imports. Raises
+    ReleaseError for a missing file, and for one that the modeling file does not name itself:
+        transformers 4.57 copies only those.
+    """
+    files: dict[str, bytes] = {}
+    wanted = [(MODELING, "auto_map"), (CONFIGURATION, "auto_map")]
+    while wanted:
+        name, needed_by = wanted.pop()
+        if name in files:
+            continue
+        try:
+            files[name] = (folder / name).read_bytes()
+        except OSError as error:
+            raise ReleaseError(
+                "remote-code",
+                f"no readable {folder / name}",
+                f"the file that {needed_by} needs",
+                "restore it, or remove the import",
+            ) from error
+        wanted += [(sibling, name) for sibling in sibling_names(files[name].decode("utf-8"), name)]
+    direct = set(sibling_names(files[MODELING].decode("utf-8"), MODELING)) | {MODELING}
+    unnamed = sorted(files.keys() - direct)
+    if unnamed:
+        raise ReleaseError(
+            "remote-code",
+            f"{', '.join(unnamed)}, which {MODELING} does not import itself",
+            f"every shipped file named by a relative import in {MODELING}",
+            "add the import: transformers 4.57 copies only what the entry file names",
+        )
+    return dict(sorted(files.items()))
+
+
+def code_digest(files: Mapping[str, bytes]) -> str:
+    """sha256 over names and contents of ``files``, sorted by name, with the stamp's own line left
+    out."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + STAMP.sub(b"", files[name]) + b"\0")
+    return digest.hexdigest()
+
+
+def read_stamp(configuration: bytes) -> str | None:
+    """The digest that the configuration file carries; None unless it has exactly one stamp line."""
+    lines: list[bytes] = STAMP.findall(configuration)
+    return lines[0].split(b'"')[1].decode() if len(lines) == 1 else None
+
+
+def stamped(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """``files`` with their digest in the configuration file. Raises ReleaseError if that has no
+    stamp line."""
+    if read_stamp(files[CONFIGURATION]) is None:
+        raise ReleaseError(
+            "code-digest",
+            f"{CONFIGURATION} without exactly one stamp line",
+            'one line CODE_DIGEST = "..."',
+            f"restore the line in modeling/{CONFIGURATION}",
+        )
+    line = f'CODE_DIGEST = "{code_digest(files)}"'.encode()
+    return {**files, CONFIGURATION: STAMP.sub(lambda _: line, files[CONFIGURATION])}
