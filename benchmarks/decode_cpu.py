@@ -147,6 +147,16 @@ def machine() -> dict[str, str]:
     }
 
 
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows to a CSV file, with a header if it is new."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     """Measure, print, append to the CSV file, and fail if a claim does not hold."""
     parser = argparse.ArgumentParser(
@@ -162,12 +172,7 @@ def main() -> None:
         for row in measure(dtype, args.tokens)
     ]
     if args.out is not None:
-        new = not args.out.exists()
-        with args.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*machine(), *rows[0]])
-            if new:
-                writer.writeheader()
-            writer.writerows({**machine(), **row} for row in rows)
+        append_rows(args.out, [{**machine(), **row} for row in rows])
     limits = {"round": MOST_RATIO, "peak": MOST_MEGABYTES}
     broken = [
         row

@@ -22,6 +22,9 @@ PROMPTS = (
     "What is photosynthesis?",
 )
 FOLDER = "smollm2-135m-flashmap"
+# Rounding steps between two logits that rounding may still swap: bfloat16 logits of this target are
+# that far from float32 (benchmarks/near_ties.py).
+NEAR_TIE = 4.0
 
 
 def demo(
@@ -231,7 +234,7 @@ def _title(dtype: str) -> str:
 def _verdict(row: dict[str, Any]) -> str:
     if row["same"]:
         return f"[green]the same words, all {row['tokens']} tokens[/]"
-    tied = row["gap"] is not None and row["gap"] <= 1.0
+    tied = row["gap"] is not None and row["gap"] <= NEAR_TIE
     reason = "where they are not tied: please report this"
     if tied:
         reason = "where the target's two best tokens are tied"

@@ -159,12 +159,8 @@ class FlashMapConfig(PretrainedConfig):
 
     def check_fields(self) -> None:
         """Raise ValueError for the first field that breaks its rule."""
-        for name in ("target_model", "noise_gate", "time_schedule"):
-            self._require(
-                name,
-                isinstance(getattr(self, name), str) and getattr(self, name),
-                "a non-empty string",
-            )
+        name = self.target_model
+        self._require("target_model", isinstance(name, str) and name, "a non-empty string")
         self._require("noise_gate", self.noise_gate in NOISE_GATES, f"one of {NOISE_GATES}")
         self._require(
             "time_schedule", self.time_schedule in TIME_SCHEDULES, f"one of {TIME_SCHEDULES}"

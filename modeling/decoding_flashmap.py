@@ -11,8 +11,8 @@ Legend: P prompt tokens, K slots of a block, p position of the anchor (the last 
 vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from .fused_flashmap import Stream, coin, draw_seeds
 from .runner_flashmap import TargetRunner
 from .target_flashmap import FeatureTap, num_embedding_rows, position_limit, text_config, warn_once
 
+_COLDEST = 1e-30  # lower temperatures above 0 leave float32's range
 _FIRST_CAPACITY = 512  # new tokens the drafter's context has room for before it grows
 
 
@@ -97,12 +98,12 @@ class _Sampler:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Float32 distribution (..., V) of `logits` at the sampling temperature."""
-        return torch.softmax(logits.float() / self.temperature, dim=-1)
+        logits = logits.float()
+        # Largest logit 0: a temperature near 0 must not overflow.
+        return torch.softmax((logits - logits.amax(-1, keepdim=True)) / self.temperature, dim=-1)
 
     def draw(self, weights: Tensor, position: int, stream: Stream) -> int:
-        """Smallest token whose cumulative weight exceeds a uniform share of the total, in float64,
-        for `weights` (V).
-        """
+        """Smallest token at which the sum of `weights` (V) exceeds a uniform share of the total."""
         cumulative = weights.double().cumsum(dim=-1)
         reached = (cumulative > coin(self.seed, position, stream) * cumulative[-1]) & (weights > 0)
         return int(reached.int().argmax())
@@ -114,9 +115,7 @@ class _Sampler:
         return self.draw(self.probabilities(logits), position, Stream.FIRST)
 
     def propose(self, logits_KV: Tensor, position: int) -> tuple[list[int], Tensor]:
-        """Draft tokens from logits (K, V) of the slots after `position`, and the distributions they
-        were drawn from.
-        """
+        """Draft tokens of the slots after `position`, and the distributions they are drawn from."""
         if self.temperature == 0.0:
             return logits_KV.argmax(dim=-1).tolist(), logits_KV
         q_KV = self.probabilities(logits_KV)
@@ -126,8 +125,9 @@ class _Sampler:
     def judge(
         self, drafts: list[int], q_KV: Tensor, logits: Tensor, position: int
     ) -> tuple[int, int]:
-        """Number of accepted drafts and the bonus token, from the target's logits (K + 1, V) at the
-        anchor and drafts.
+        """Number of accepted drafts, and the bonus token after them.
+
+        `q_KV` are the drafts' distributions, `logits` (K + 1, V) the target's at anchor and drafts.
         """
         if self.temperature == 0.0:
             best = logits.argmax(dim=-1).tolist()
@@ -197,17 +197,19 @@ def spec_generate(
             streamer.put(input_ids.cpu())
         tokens: list[int] = []
         lengths: list[int] = []
-        for new in _rounds(drafter, target, prompt, sampler, num_steps, max_new_tokens):
-            stop = next((index for index, token in enumerate(new) if token in stops), None)
-            new = new if stop is None else new[: stop + 1]
-            if tokens:  # the token after the prompt costs no verification pass
-                lengths.append(len(new))
-            new = new[: max_new_tokens - len(tokens)]
-            tokens += new
-            if streamer is not None:
-                streamer.put(torch.tensor(new))
-            if stop is not None or len(tokens) == max_new_tokens:
-                break
+        rounds = _rounds(drafter, target, prompt, sampler, num_steps, max_new_tokens)
+        with closing(rounds):  # takes the hooks off the target at once, whatever happens
+            for new in rounds:
+                stop = next((index for index, token in enumerate(new) if token in stops), None)
+                new = new if stop is None else new[: stop + 1]
+                if tokens:  # the token after the prompt costs no verification pass
+                    lengths.append(len(new))
+                new = new[: max_new_tokens - len(tokens)]
+                tokens += new
+                if streamer is not None:
+                    streamer.put(torch.tensor(new))
+                if stop is not None or len(tokens) == max_new_tokens:
+                    break
     finally:
         if streamer is not None:
             streamer.end()
@@ -224,17 +226,17 @@ def _rounds(
     sampler: _Sampler,
     num_steps: int | None,
     max_new_tokens: int,
-) -> Iterator[list[int]]:
-    """Endlessly yield the tokens each pass of the target commits: first one, then the accepted
-    drafts and a bonus token.
+) -> Generator[list[int], None, None]:
+    """Endlessly yield what each pass of the target commits: accepted drafts and a bonus token.
 
-    At the top of a round both caches hold exactly the tokens before the anchor.
+    The first is the prompt's pass, which commits one token. At the top of a round both caches
+    hold exactly the tokens before the anchor.
     """
     embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
     block_size, limit = drafter.config.block_size, position_limit(target)
     position = prompt.shape[0]
     with drafter.target_features(target) as tap:
-        runner = TargetRunner(target, tap)
+        runner = TargetRunner.checked(target, tap)
         cache = drafter.new_cache(
             1, position + min(max_new_tokens, _FIRST_CAPACITY) + block_size + 1
         )
@@ -268,10 +270,13 @@ def _check_arguments(
     target: PreTrainedModel, input_ids: Tensor, max_new_tokens: int, temperature: float
 ) -> Tensor:
     """The prompt (P), once every argument is in its range."""
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.is_floating_point():
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        found = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids is {found}, expected token ids: an int64 tensor (1, length).")
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
         raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}, expected"
-            " token ids of one prompt, shape (1, length)."
+            f"input_ids has shape {tuple(input_ids.shape)}, expected the token ids of one prompt,"
+            " shape (1, length)."
         )
     prompt = input_ids[0]
     if prompt.shape[0] == 0:
@@ -293,7 +298,8 @@ def _check_arguments(
         raise ValueError(
             f"max_new_tokens={max_new_tokens!r} is not valid: ask for at least 1 token."
         )
-    if not 0.0 <= temperature < float("inf"):
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not number or not (temperature == 0.0 or _COLDEST <= temperature < float("inf")):
         raise ValueError(
             f"temperature={temperature!r} is not valid: 0 decodes greedily, above 0 samples."
         )
@@ -302,21 +308,18 @@ def _check_arguments(
 
 
 def _check_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
-    """Positions beyond a learned table are an error; beyond what a rotary target was made for they
-    are a warning.
-    """
-    asked = f"{prompt_length} prompt tokens and max_new_tokens={max_new_tokens}"
+    """Positions a learned table lacks are an error; those a rotary one was not made for warn."""
     limit = position_limit(target)
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise ValueError(
-            f"{asked} exceed the target's {limit} positions: shorten the prompt or ask for fewer"
-            " tokens."
+            f"{prompt_length} prompt tokens and max_new_tokens={max_new_tokens} exceed the target's"
+            f" {limit} positions: shorten the prompt or ask for fewer tokens."
         )
     trained = getattr(text_config(target), "max_position_embeddings", None)
     if trained is not None and prompt_length + max_new_tokens > trained:
         warn_once(
-            f"{asked} exceed the {trained} positions the target was made for: its text may degrade"
-            " there."
+            f"The prompt and max_new_tokens exceed the {trained} positions the target was made for:"
+            " its text may degrade there."
         )
 
 

@@ -10,16 +10,26 @@ width, n tapped layers.
 """
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .target_flashmap import RECORDS_PAST, FeatureTap, module_device, text_config
+from .target_flashmap import (
+    RECORDS_PAST,
+    FeatureTap,
+    module_device,
+    num_embedding_rows,
+    recurrent_layers,
+    text_config,
+)
 
 # What a cache layer is made of, in any of the classes transformers 5 has for recurrent layers.
 _STATES = ("conv_states", "recurrent_states")
+_MOST_DIFFERENCE = 0.1  # of logits, relative; bfloat16 rounds them by some per cent
 _FIELDS = ("keys", "values", "cumulative_length", "has_previous_state")
 
 
@@ -45,6 +55,21 @@ class TargetRunner:
         self._saved: list[dict[str, Any]] = []
         self._newest = torch.empty(0, dtype=torch.long)
         self._length = 0
+
+    @classmethod
+    def checked(cls, target: PreTrainedModel, tap: FeatureTap) -> "TargetRunner":
+        """A runner, once it is known that the target's recurrent layers can be rolled back.
+
+        Some cannot go on from a state with several tokens, and say nothing: they start anew. So a
+        target with such layers is tried out once.
+
+        Raises:
+            ValueError: the target does not continue a rolled-back sequence as it should.
+        """
+        if recurrent_layers(target) and target not in _tried_out:
+            _try_out(target, tap)
+            _tried_out.add(target)
+        return cls(target, tap)
 
     def prefill(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Run the prompt (P).
@@ -125,6 +150,33 @@ class TargetRunner:
         for layer in layers:
             if id(layer) not in recurrent:
                 layer.crop(-num_entries)
+
+
+_tried_out: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+
+
+def _try_out(target: PreTrainedModel, tap: FeatureTap) -> None:
+    """Reject two tokens, go on, and compare with the same tokens in one pass."""
+    tokens = torch.arange(8) % num_embedding_rows(target)
+    try:
+        expected, _ = TargetRunner(target, tap).prefill(tokens)
+        runner = TargetRunner(target, tap)
+        runner.prefill(tokens[:4])
+        runner.verify(torch.cat((tokens[4:5], tokens[:2])))
+        runner.keep(1)
+        found = runner.verify(tokens[5:])[0][-1]
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        difference = (found - expected).abs().max() / expected.abs().max()
+        if difference <= _MOST_DIFFERENCE:
+            return
+        reason = f"its logits change by {float(difference):.0%}"
+    raise ValueError(
+        f"{type(target).__name__} ({', '.join(recurrent_layers(target))} layers) does not continue"
+        f" a rolled-back sequence in transformers {transformers.__version__} ({reason}): it can be"
+        " decoded plainly, but not speculatively."
+    )
 
 
 def _save(layer: Any) -> dict[str, Any]:

@@ -145,6 +145,14 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     return stacks.popitem()[1]
 
 
+def recurrent_layers(target: PreTrainedModel) -> list[str]:
+    """Kinds of the target's layers that keep a state instead of entries; empty if it has none."""
+    config = text_config(target)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    found = sorted(set(kinds or []) - set(_ATTENTION_LAYERS))
+    return found or ["recurrent"] * bool(getattr(target, "_is_stateful", False))
+
+
 def select_hidden(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:
     """Outputs (B, m, n H) of decoder layers from transformers' tuple of hidden states.
 
@@ -189,15 +197,19 @@ class FeatureTap:
         self._handles, self._outputs = [], {}
 
     def __call__(self) -> Tensor:
-        """Features of the newest forward pass, concatenated in the order of the taps, on the first
-        tap's device.
-        """
+        """Features of the newest forward pass, in the order of the taps, on the first's device."""
         if len(self._outputs) != len(self._layers):
             raise RuntimeError(
                 "No forward pass of the target has been seen: call it inside the context manager"
                 " first."
             )
-        device = self._outputs[0].device
+        first = self._outputs[0]
+        if first.dim() != 3:
+            raise ValueError(
+                f"The target's decoder layers return {tuple(first.shape)}, expected (batch,"
+                " positions, width): a drafter cannot be conditioned on such a model."
+            )
+        device = first.device
         return torch.cat(
             [self._outputs[index].to(device) for index in range(len(self._layers))], dim=-1
         )
@@ -230,14 +242,7 @@ def check_target(config: FlashMapConfig, target: PreTrainedModel) -> None:
             f" {config.target_layer_ids[-1] + 1} decoder layers, the target has {depth}: this"
             f" drafter was trained for another target ({config.target_model})."
         )
-    kinds = (
-        getattr(target_config, "layer_types", None)
-        or getattr(target_config, "layers_block_type", None)
-        or []
-    )
-    recurrent = sorted(set(kinds) - set(_ATTENTION_LAYERS)) or ["recurrent"] * bool(
-        getattr(target, "_is_stateful", False)
-    )
+    recurrent = recurrent_layers(target)
     if recurrent and not RECORDS_PAST:
         raise ValueError(
             f"{type(target).__name__} has layers whose state transformers"
