@@ -1,12 +1,85 @@
 """Freezes what others script against: a change here needs a CHANGELOG entry."""
 
 import importlib.metadata
+import inspect
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
 
 import flashmap
+from flashmap.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
+MODELS = {"--target", "--draft", "--device", "--dtype", "--num-steps", "--seed", "--json"}
+OPTIONS = {
+    "demo": {"--max-new-tokens", "--json"},
+    "generate": MODELS | {"--max-new-tokens", "--temperature", "--raw"},
+    "bench": MODELS | {"--max-new-tokens", "--temperature", "--prompts", "--repeats"},
+    "doctor": {"--json"},
+    "release build": {"--out", "--repo-id", "--tag"},
+    "release check": {"--json"},
+}
+CONFIG_FIELDS = [
+    "target_model", "target_hidden_size", "vocab_size", "target_layer_ids", "block_size",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "cond_dim",
+    "time_embed_dim", "time_scale", "rope_theta", "rms_norm_eps", "qk_norm_eps", "layer_norm_eps",
+    "noise_gate", "time_schedule", "num_steps", "jump_grids",
+]  # fmt: skip
+SIGNATURES = {
+    "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
+    "generator * seed streamer",
+    "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed",
+    "extend_context": "cache target_hidden",
+    "target_constants": "embedding",
+    "embed_state": "state s t embedding",
+    "mix_state": "posterior_embeds state_embeds s t",
+    "time_conditioning": "s t",
+    "select_target_hidden": "hidden_states",
+    "target_features": "target",
+    "check_target": "target",
+}
+
+
+def written(function: Any) -> str:
+    """Names of the parameters in order, without the first, a star before keyword-only ones."""
+    names: list[str] = []
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        names.append(parameter.name)
+    return " ".join(names)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_methods_of_the_drafter(name: str) -> None:
+    assert written(getattr(flashmap.FlashMapDraftModel, name)) == SIGNATURES[name]
+
+
+def test_the_cache_is_made_as_published() -> None:
+    made = written(flashmap.FlashMapCache.__init__)
+    assert made == "config batch_size max_length device dtype"
+
+
+def test_fields_of_the_configuration() -> None:
+    names = written(flashmap.FlashMapConfig.__init__).split()
+    assert names == [*CONFIG_FIELDS, "kwargs"]
+
+
+def test_options_of_the_commands() -> None:
+    found: dict[str, set[str]] = {}
+
+    def walk(command: Any, words: list[str]) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            walk(inner, [*words, name])
+        if not hasattr(command, "commands"):
+            options = {option for parameter in command.params for option in parameter.opts}
+            found[" ".join(words)] = {option for option in options if option.startswith("--")}
+
+    walk(typer.main.get_command(app), [])
+    assert found == OPTIONS
 
 
 def test_public_names() -> None:
