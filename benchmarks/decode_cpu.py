@@ -151,7 +151,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append rows to a CSV file, with a header if it is new."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)

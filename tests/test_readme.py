@@ -50,7 +50,8 @@ def test_the_tree_is_the_tree() -> None:
     (tree,) = (block for block in blocks("") if block.startswith("src/flashmap/"))
     named = set(re.findall(r"^(\S+)/", tree, re.MULTILINE))
     hidden = {"release-out", "build", "dist", "out"}
-    found = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
+    folders = [path.name for path in ROOT.iterdir() if path.is_dir()]
+    found = {name for name in folders if name[0] != "." and not name.endswith(".egg-info")}
     assert {name.split("/")[0] for name in named} == found - hidden - {"src"} | {"src"}
     for name in re.findall(r"^ {18}(.*)$", tree, re.MULTILINE):
         for module in re.split(r" {2,}", name)[0].split()[:1]:
