@@ -44,10 +44,15 @@ class FlashMapCache:
         return self.kv.shape[4]
 
     def write(self, entries: list[tuple[Tensor, Tensor]]) -> None:
-        """Write keys and values (B, A, m, d) of every layer at [length, length + m); ValueError if
-        they do not fit.
+        """Write keys and values (B, A, m, d) of every layer at [length, length + m).
+
+        Raises:
+            ValueError: they do not fit, or are for another number of sequences.
         """
         end = self.length + entries[0][0].shape[2]
+        rows, found = self.kv.shape[2], entries[0][0].shape[0]
+        if found != rows:
+            raise ValueError(f"FlashMapCache holds {rows} sequences and {found} are written to it.")
         if end > self.max_length:
             raise ValueError(
                 f"FlashMapCache holds {self.max_length} entries and {end} are asked for: make it"

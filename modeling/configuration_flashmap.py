@@ -5,11 +5,19 @@ Every field is checked where it enters, because a drafter with a wrong field sti
 correctly, only slowly: a mistake would show up as low acceptance and nothing else.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from transformers import PretrainedConfig
+
+# transformers 4.57 runs this file again, in the same module, for another folder of the same name;
+# without this it would go on with the first folder's siblings.
+if "CODE_DIGEST" in globals() and __name__.startswith("transformers_modules."):
+    for _name in [name for name in sys.modules if name.startswith(f"{__package__}.")]:
+        if _name.endswith("_flashmap") and _name != __name__:
+            del sys.modules[_name]
 
 # Digest of the remote code that ships in a release folder, stamped by the release build.
 # transformers caches remote code by folder name and by this file's contents, so a stamp that

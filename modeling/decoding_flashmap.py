@@ -11,9 +11,11 @@ Legend: P prompt tokens, K slots of a block, p position of the anchor (the last 
 vocabulary.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from operator import index
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +103,16 @@ class _Sampler:
         logits = logits.float()
         # Largest logit 0: a temperature near 0 must not overflow.
         return torch.softmax((logits - logits.amax(-1, keepdim=True)) / self.temperature, dim=-1)
+
+    def require_numbers(self, logits: Tensor) -> None:
+        """Raise ValueError if the target's logits (..., V) hold NaN, or infinity when sampling."""
+        highest = float(logits.max())
+        if highest != highest or (self.temperature > 0.0 and highest == float("inf")):
+            found = "infinity" if highest == float("inf") else "NaN"
+            raise ValueError(
+                f"The target's logits hold {found}: check its weights (a truncated download) and"
+                " its dtype (float16 may overflow)."
+            )
 
     def draw(self, weights: Tensor, position: int, stream: Stream) -> int:
         """Smallest token at which the sum of `weights` (V) exceeds a uniform share of the total."""
@@ -200,7 +212,7 @@ def spec_generate(
         rounds = _rounds(drafter, target, prompt, sampler, num_steps, max_new_tokens)
         with closing(rounds):  # takes the hooks off the target at once, whatever happens
             for new in rounds:
-                stop = next((index for index, token in enumerate(new) if token in stops), None)
+                stop = next((place for place, token in enumerate(new) if token in stops), None)
                 new = new if stop is None else new[: stop + 1]
                 if tokens:  # the token after the prompt costs no verification pass
                     lengths.append(len(new))
@@ -233,19 +245,15 @@ def _rounds(
     hold exactly the tokens before the anchor.
     """
     embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-    block_size, limit = drafter.config.block_size, position_limit(target)
-    position = prompt.shape[0]
+    block_size, position = drafter.config.block_size, prompt.shape[0]
+    limit = position_limit(target, position)
     with drafter.target_features(target) as tap:
         runner = TargetRunner.checked(target, tap)
         cache = drafter.new_cache(
             1, position + min(max_new_tokens, _FIRST_CAPACITY) + block_size + 1
         )
         logits, features = runner.prefill(prompt)
-        if torch.isnan(logits).any():
-            raise ValueError(
-                "The target's logits hold NaN: check its weights (a truncated download, a wrong"
-                " dtype)."
-            )
+        sampler.require_numbers(logits)
         anchor = sampler.first(logits, position)
         yield [anchor]
         drafter.extend_context(cache, features)
@@ -256,9 +264,10 @@ def _rounds(
                 anchor_ids, cache, embed_tokens, lm_head, num_steps, seed=sampler.seed
             )[0]
             drafts, q = sampler.propose(block, position)
-            if limit is not None:  # a learned position table ends here
+            if limit is not None:
                 drafts = drafts[: limit - position - 1]
             logits, features = runner.verify(torch.tensor([anchor, *drafts]))
+            sampler.require_numbers(logits)
             accepted, anchor = sampler.judge(drafts, q, logits, position)
             yield [*drafts[:accepted], anchor]
             drafter.extend_context(cache, features[:, : accepted + 1])
@@ -290,18 +299,16 @@ def _check_arguments(
             f"input_ids holds the token id {low if low < 0 else high}, the target's ids are 0 to"
             f" {rows - 1}: the prompt was encoded with another model's tokenizer."
         )
-    if (
-        isinstance(max_new_tokens, bool)
-        or not isinstance(max_new_tokens, int)
-        or max_new_tokens < 1
-    ):
+    whole = isinstance(max_new_tokens, Integral) and not isinstance(max_new_tokens, bool)
+    if not whole or max_new_tokens < 1:
         raise ValueError(
             f"max_new_tokens={max_new_tokens!r} is not valid: ask for at least 1 token."
         )
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
     if not number or not (temperature == 0.0 or _COLDEST <= temperature < float("inf")):
         raise ValueError(
-            f"temperature={temperature!r} is not valid: 0 decodes greedily, above 0 samples."
+            f"temperature={temperature!r} is not valid: 0 decodes greedily, {_COLDEST} and above"
+            " samples."
         )
     _check_length(target, prompt.shape[0], max_new_tokens)
     return prompt
@@ -309,11 +316,12 @@ def _check_arguments(
 
 def _check_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
     """Positions a learned table lacks are an error; those a rotary one was not made for warn."""
-    limit = position_limit(target)
+    limit = position_limit(target, prompt_length)
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise ValueError(
             f"{prompt_length} prompt tokens and max_new_tokens={max_new_tokens} exceed the target's"
-            f" {limit} positions: shorten the prompt or ask for fewer tokens."
+            f" {limit} positions (its position table ends there, or its rotary scaling changes):"
+            " shorten the prompt or ask for fewer tokens."
         )
     trained = getattr(text_config(target), "max_position_embeddings", None)
     if trained is not None and prompt_length + max_new_tokens > trained:
@@ -328,4 +336,10 @@ def _stop_tokens(target: PreTrainedModel, stop_token_ids: int | Sequence[int] | 
         stop_token_ids = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
     if stop_token_ids is None:
         return set()
-    return {stop_token_ids} if isinstance(stop_token_ids, int) else set(map(int, stop_token_ids))
+    listed: Any = stop_token_ids.tolist() if isinstance(stop_token_ids, Tensor) else stop_token_ids
+    try:
+        return {index(one) for one in (listed if isinstance(listed, Iterable) else [listed])}
+    except TypeError as error:
+        raise ValueError(
+            f"stop_token_ids={stop_token_ids!r} is not valid: pass a token id or a list of them."
+        ) from error

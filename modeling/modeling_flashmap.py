@@ -280,6 +280,8 @@ class FlashMapDraftModel(PreTrainedModel):
         """
         config, first = self.config, cache.length
         grid = config.grid(num_steps or None)
+        if anchor_ids.dim() != 1:
+            raise ValueError(f"anchor_ids has shape {tuple(anchor_ids.shape)}, expected (batch,).")
         shape = (anchor_ids.shape[0], config.block_size, config.vocab_size)
         if noise is not None and noise.shape != shape:
             raise ValueError(

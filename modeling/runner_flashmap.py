@@ -83,7 +83,7 @@ class TargetRunner:
         logits = self._forward(input_ids, num_logits=1)
         self._length = input_ids.shape[0]
         self._prepare_cache()
-        return logits[-1], self._tap()
+        return logits[-1], self._features(input_ids.shape[0])
 
     def verify(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Run `tokens` (m), the anchor and the drafts after it; `keep` must follow every pass.
@@ -94,7 +94,7 @@ class TargetRunner:
         self._saved = [_save(layer) for layer in self._recurrent]
         self._newest = tokens
         logits = self._forward_at_end(tokens, num_logits=tokens.shape[0])
-        return logits, self._tap()
+        return logits, self._features(tokens.shape[0])
 
     def keep(self, num_kept: int) -> None:
         """Keep the first `num_kept` (1 or more) tokens of the newest pass and forget the rest."""
@@ -107,6 +107,15 @@ class TargetRunner:
             num_dropped = 0
         self._drop(num_dropped)
         self._length += num_kept
+
+    def _features(self, num_tokens: int) -> Tensor:
+        features = self._tap()
+        if features.shape[1] != num_tokens:
+            raise ValueError(
+                f"{type(self._target).__name__} runs {features.shape[1]} positions for {num_tokens}"
+                " tokens: a drafter cannot be conditioned on a model that adds positions."
+            )
+        return features
 
     def _forward_at_end(self, tokens: Tensor, num_logits: int) -> Tensor:
         end = self._length + tokens.shape[0]

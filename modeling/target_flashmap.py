@@ -216,7 +216,7 @@ class FeatureTap:
 
     def _hook(self, index: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[index] = output[0] if isinstance(output, tuple) else output
+            self._outputs[index] = output[0] if isinstance(output, tuple | list) else output
 
         return keep
 
@@ -242,6 +242,13 @@ def check_target(config: FlashMapConfig, target: PreTrainedModel) -> None:
             f" {config.target_layer_ids[-1] + 1} decoder layers, the target has {depth}: this"
             f" drafter was trained for another target ({config.target_model})."
         )
+    for name in ("is_causal", "is_decoder"):
+        values = {getattr(module, name, None) for module in decoder_layers(target).modules()}
+        if False in values and True not in values:
+            raise ValueError(
+                f"{type(target).__name__} attends to later tokens ({name} is False): the target"
+                " must be a causal language model; an encoder's decoder mode needs is_decoder=True."
+            )
     recurrent = recurrent_layers(target)
     if recurrent and not RECORDS_PAST:
         raise ValueError(
@@ -290,17 +297,28 @@ def _check_embedding(config: FlashMapConfig, target: PreTrainedModel) -> None:
         )
 
 
-def position_limit(target: PreTrainedModel) -> int | None:
-    """Number of positions a target with a learned position table has; None where positions are
-    computed (RoPE, ALiBi).
+def position_limit(target: PreTrainedModel, prompt_length: int) -> int | None:
+    """Number of positions that decoding from a prompt may use; None where there is no such end.
+
+    It ends where a learned position table ends, and where a rotary embedding changes its
+    frequencies with the length of the sequence: those of a pass follow from its last token, so a
+    pass over drafts beyond that point would judge the tokens before it differently.
     """
-    limit = getattr(text_config(target), "max_position_embeddings", None)
+    config = text_config(target)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
     token_table = target.get_input_embeddings()
-    tables = [
-        module
-        for module in target.modules()
-        if isinstance(module, nn.Embedding) and module is not token_table
-    ]
+    tables = [module for module in target.modules() if isinstance(module, nn.Embedding)]
     # Some models keep a few rows of offset in the table (OPT has 2).
-    learned = any(limit and 0 <= table.num_embeddings - limit <= 2 for table in tables)
-    return limit if learned else None
+    sizes = [table.num_embeddings for table in tables if table is not token_table]
+    if any(0 <= size - limit <= 2 for size in sizes):
+        return limit
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    scaling = scaling if isinstance(scaling, dict) else {}
+    kind = scaling.get("rope_type") or scaling.get("type")
+    name = "original_max_position_embeddings"
+    original = int(scaling.get(name) or getattr(config, name, None) or limit)
+    if kind == "dynamic":
+        return original
+    return original if kind == "longrope" and prompt_length <= original else None

@@ -132,3 +132,59 @@ def test_another_models_name_is_one_warning_and_no_error(caplog: pytest.LogCaptu
     caplog.clear()
     drafter.check_target(target)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "2"], 1.5])
+def test_stop_tokens(value: Any) -> None:
+    refused("stop_token_ids", stop_token_ids=value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_in_a_later_pass(temperature: float) -> None:
+    target, passes = toys.llama(), []
+
+    def spoil(module: Any, args: Any, output: Any) -> Any:
+        passes.append(1)
+        return output * float("nan") if len(passes) == 3 else output
+
+    target.lm_head.register_forward_hook(spoil)
+    with pytest.raises(ValueError, match="logits hold NaN"):
+        TargetOnly().spec_generate(target, prompt(5), max_new_tokens=24, temperature=temperature)
+
+
+class TargetOnly(toys.Scripted):
+    """Drafts without touching the target's head."""
+
+    def __init__(self) -> None:
+        super().__init__(toys.drafter_config())
+
+    def draft(self, anchor_ids: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(1, self.config.block_size, VOCAB)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotary_embedding_that_changes_with_length(kind: str) -> None:
+    target = toys.scaled_rope(kind, 24)
+    refused("24 positions.*rotary", target=target, ids=prompt(10), max_new_tokens=15)
+    ids = prompt(10)
+    out = toys.drafter().spec_generate(target, ids, max_new_tokens=14)
+    assert toys.text_of(out, ids) == toys.greedy(target, ids, 14)
+
+
+def test_an_encoder_that_sees_later_tokens() -> None:
+    sizes = {"vocab_size": VOCAB, "hidden_size": toys.WIDTH, "intermediate_size": 32}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=3, num_attention_heads=2)
+    target = transformers.BertLMHeadModel(config).eval()
+    refused("BertLMHeadModel", "is_decoder=True", target=target)
+
+
+def test_batches_that_do_not_match() -> None:
+    drafter, target = toys.drafter(), toys.llama()
+    modules = target.get_input_embeddings(), target.get_output_embeddings()
+    cache = drafter.new_cache(2, 8)
+    with pytest.raises(ValueError, match=r"2 sequences and 1"):
+        drafter.extend_context(cache, torch.zeros(1, 3, 2 * toys.WIDTH))
+    with pytest.raises(ValueError, match=r"2 sequences and 1"):
+        drafter.draft(torch.tensor([1]), cache, *modules)
+    with pytest.raises(ValueError, match=r"\(1, 2\)"):
+        drafter.draft(torch.tensor([[1, 2]]), cache, *modules)

@@ -244,3 +244,24 @@ def text_of(output: Any, ids: Tensor) -> list[int]:
 def hook_count(model: nn.Module) -> int:
     """Forward hooks that are registered anywhere in `model`."""
     return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def scaled_rope(kind: str, original: int) -> Any:
+    """A target whose rotary frequencies change beyond `original` positions."""
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind == "dynamic":
+        scaling["factor"] = 2.0
+    else:
+        scaling |= {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    changes: dict[str, Any] = {"rope_scaling": scaling}
+    if IS_V5:
+        scaling |= {"rope_theta": 10000.0, "original_max_position_embeddings": original}
+        changes = {"rope_parameters": scaling}
+    if kind == "dynamic":
+        scaling.pop("original_max_position_embeddings", None)
+        sizes = _sizes(max_position_embeddings=original)
+        return liven(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **changes)), 0)
+    if not IS_V5:
+        changes["rope_scaling"] = {"type": kind, **{k: v for k, v in scaling.items() if "fac" in k}}
+    sizes = _sizes(original_max_position_embeddings=original)
+    return liven(transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, **changes)), 0)
