@@ -105,7 +105,7 @@ def decode_plainly(
     )
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     ids = input_ids.to(target.device)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)  # all that torch's generators take
     try:
         start = _now(target)
         out = target.generate(

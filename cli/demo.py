@@ -7,14 +7,19 @@ where two nearly tied tokens may round either way. Exactness, in float32, where 
 be the same: if one is not, the demo fails.
 """
 
+import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import Json
 from .output import print_json, results_on_stdout
+
+if TYPE_CHECKING:
+    from flashmap.release.build import Build
 
 PROMPTS = (
     "List five tips for better sleep.",
@@ -52,7 +57,7 @@ def demo(
         }
         print_json(document)
     else:
-        story.end(summary, folder)
+        story.end(summary, folder, ties=any(_near_tie(row) for row in results))
     broken = [row["prompt"] for row in exact if not row["same"]]
     if broken:
         raise ValueError(
@@ -67,7 +72,6 @@ def _prepare(story: "_Story") -> tuple[Path, Path, int]:
     """The target's folder, the checked release folder, and how many checks passed."""
     from flashmap.embedded import cache_folder, embedded_target
     from flashmap.references import EMBEDDED, drafter_folder
-    from flashmap.release.build import build_release
     from flashmap.release.check import FAILED, check_release
     from flashmap.release.errors import ReleaseError
 
@@ -75,7 +79,7 @@ def _prepare(story: "_Story") -> tuple[Path, Path, int]:
     target = embedded_target()
     story.step("target", f"SmolLM2-135M-Instruct, {target}")
     with story.busy("building the release folder"):
-        built = build_release(source, cache_folder() / "demo" / FOLDER)
+        built = _build(source, cache_folder() / "demo" / FOLDER)
     size = sum(built.files.values()) / 1e6
     story.step("build", f"{len(built.files)} files, {size:.1f} MB, {built.folder}")
     with story.busy("checking it"):
@@ -86,6 +90,23 @@ def _prepare(story: "_Story") -> tuple[Path, Path, int]:
     names = ", ".join(dict.fromkeys(finding.check for finding in findings))
     story.step("check", f"{len(findings)} of {len(findings)} passed: {names}")
     return target, built.folder, len(findings)
+
+
+def _build(source: Path, folder: Path) -> "Build":
+    """The release folder in the cache, which is the demo's own: a damaged one is made anew."""
+    from flashmap.release.build import build_release
+    from flashmap.release.errors import ReleaseError
+
+    try:
+        return build_release(source, folder)
+    except ReleaseError as error:
+        if error.check != "out":
+            raise
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    else:
+        folder.unlink()
+    return build_release(source, folder)
 
 
 def _decode(
@@ -182,7 +203,7 @@ class _Story:
             f"{sum(lengths) / max(len(lengths), 1):.2f} tokens a pass;[/] {_verdict(row)}"
         )
 
-    def end(self, summary: list[dict[str, Any]], folder: Path) -> None:
+    def end(self, summary: list[dict[str, Any]], folder: Path, *, ties: bool) -> None:
         """The table of both dtypes, and where to go from here."""
         from rich.table import Table
 
@@ -208,11 +229,11 @@ class _Story:
         self._console.print()
         self._console.print(table)
         self._console.print()
-        if any(row["same"] < row["texts"] for row in summary):
+        if ties:
             self._console.print(
-                "Where two tokens are tied to rounding, one pass over several tokens may round to "
-                "the "
-                "other one.\nBoth are what the target says; in float32 there are no such ties.\n"
+                "Where two tokens are within rounding of each other, one pass over several tokens "
+                "may pick the\nother one. Both are what the target says; float32, with far finer "
+                "steps, tells them apart.\n"
             )
         self._console.print("Load the folder yourself:", style="bold")
         self._console.print(
@@ -234,10 +255,24 @@ def _title(dtype: str) -> str:
 def _verdict(row: dict[str, Any]) -> str:
     if row["same"]:
         return f"[green]the same words, all {row['tokens']} tokens[/]"
-    tied = row["gap"] is not None and row["gap"] <= NEAR_TIE
-    reason = "where they are not tied: please report this"
-    if tied:
-        reason = "where the target's two best tokens are tied"
-    step = f"{row['gap']:.2f} rounding steps apart" if row["gap"] is not None else ""
-    colour = "yellow" if tied and row["dtype"] != "float32" else "red"
-    return f"[{colour}]the same words up to token {row['parts_at'] + 1}, {reason} ({step})[/]"
+    colour, reason = "red", "then another token: please report this"
+    if row["gap"] is not None:
+        steps = max(1, math.ceil(row["gap"]))
+        reason = (
+            f"where the target's two best tokens are within {steps} rounding "
+            f"step{'s' if steps > 1 else ''}"
+        )
+        if row["gap"] > NEAR_TIE:
+            reason = (
+                f"where the target's two best tokens are {row['gap']:.2f} rounding steps apart: "
+                f"please report this"
+            )
+        if _near_tie(row):
+            colour = "yellow"
+    return f"[{colour}]the same words up to token {row['parts_at'] + 1}, {reason}[/]"
+
+
+def _near_tie(row: dict[str, Any]) -> bool:
+    """Whether rounding explains that the row's texts part; in float32 it is not accepted."""
+    gap = row["gap"]
+    return gap is not None and gap <= NEAR_TIE and row["dtype"] != "float32"

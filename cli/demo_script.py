@@ -7,6 +7,7 @@ rounding cannot hide a difference). Prints JSON objects, one a line.
 """
 
 import json
+import math
 import sys
 import time
 from typing import Any
@@ -27,8 +28,10 @@ def report(event: str, **fields: Any) -> None:
 def main(target_folder: str, draft_folder: str, max_new_tokens: int, prompts: list[str]) -> None:
     """Load both folders and decode every prompt in each dtype."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer: Any = AutoTokenizer.from_pretrained(target_folder)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(target_folder, dtype="auto")
+    tokenizer: Any = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        target_folder, dtype="auto", trust_remote_code=False
+    )
     target = loaded.to(device).eval()
     draft: Any = AutoModel.from_pretrained(draft_folder, trust_remote_code=True, dtype=target.dtype)
     draft = draft.to(device).eval()
@@ -101,17 +104,19 @@ def compare(
 
 @torch.no_grad()
 def tie_gap(target: Any, ids: torch.Tensor, tokens: list[int]) -> float:
-    """How far the target's two best tokens after ``tokens`` are apart, in units of one rounding
-    step of its dtype.
+    """How far the target's two best tokens after ``tokens`` are apart, in rounding steps of its
+    dtype.
 
-    One step is the spacing of the dtype's numbers at the best logit. At one step or less the two
-    are tied: another order of the same sums picks the other one.
+    One step is the spacing of the dtype's numbers at the larger of the two logits, whatever its
+    sign. Within a few of them, another order of the same sums may pick the other token.
     """
     prefix = torch.cat((ids, torch.tensor([tokens], dtype=ids.dtype, device=ids.device)), dim=1)
     best, second = target(prefix).logits[0, -1].topk(2).values
-    spacing = torch.finfo(best.dtype).eps * 2.0 ** float(best.float().abs().log2().floor())
-    gap: float = (best.float() - second.float()).item() / spacing
-    return gap
+    info = torch.finfo(best.dtype)
+    first, other = float(best), float(second)
+    # Numbers nearer to 0 than the smallest normal one are spaced as they are there.
+    size = max(abs(first), abs(other), info.tiny)
+    return (first - other) / (info.eps * 2.0 ** math.floor(math.log2(size)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+import typer
+
 from .options import Json
 from .output import print_json, results_on_stdout
 
@@ -28,13 +30,16 @@ NO_PLUGIN = "no plugin in this version of flashmap"
 
 
 def doctor(json: Json = False) -> None:
-    """Show versions, the device, which operations are picked, and which engines are there."""
+    """Show versions, the device, which operations are picked, and which engines are there. Exit 1
+    if something is in the way."""
     with results_on_stdout():
         report = collect()
     if json:
         print_json(report)
     else:
         _print_report(report)
+    if report["problems"]:
+        raise typer.Exit(1)
 
 
 def collect() -> dict[str, Any]:

@@ -4,6 +4,10 @@ from typing import Annotated
 
 import typer
 
+# What decoding takes at the least above 0: colder ones leave float32's range. Said here again, so
+# that a refusal need not import torch; a test compares the two.
+COLDEST = 1e-30
+
 Target = Annotated[
     str, typer.Option(help="Target: a folder, a Hub id (owner/name@revision), or smollm2-135m.")
 ]
@@ -37,4 +41,9 @@ def check_numbers(max_new_tokens: int, temperature: float) -> None:
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(
             f"--temperature {temperature}: give 0 for greedy decoding, or a number above 0"
+        )
+    if 0.0 < temperature < COLDEST:
+        raise ValueError(
+            f"--temperature {temperature}: the smallest above 0 is {COLDEST}; give 0 for greedy "
+            f"decoding"
         )

@@ -22,6 +22,7 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder to write: absent, empty, or an earlier build.")],
     tag: Annotated[str | None, typer.Option(help="The tag it will be released under.")] = None,
     repo_id: Annotated[str | None, typer.Option(help="The Hub repository it is meant for.")] = None,
+    json: Json = False,
 ) -> None:
     """Build a complete release folder: weights, configuration, remote code, card, licence."""
     with results_on_stdout():
@@ -30,6 +31,9 @@ def build(
 
         folder = drafter_folder(source) if source == EMBEDDED else Path(source)
         done = build_release(folder, out, tag=tag, repo_id=repo_id)
+    if json:
+        print_json({**asdict(done), "folder": str(done.folder)})
+        return
     size = sum(done.files.values())
     state = "built" if done.changed else "unchanged"
     print(
@@ -46,17 +50,20 @@ def check(
     """Check a release folder, loading it in a fresh process that has no flashmap. Exit 1 if a check
     fails."""
     with results_on_stdout():
-        from flashmap.release.check import FAILED, check_release
+        from flashmap.release.check import FAILED, SKIPPED, check_release
 
         findings = check_release(folder)
     failed = [finding for finding in findings if finding.status == FAILED]
+    skipped = [finding for finding in findings if finding.status == SKIPPED]
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
             print(f"{finding.status:<7} {finding.check:<13} {finding.found}")
-            if finding.status == FAILED:
+            if finding.expected:
                 print(f"{'':<21} expected {finding.expected}. {finding.fix}")
-        print(f"{len(findings) - len(failed)} passed, {len(failed)} failed")
+        passed = len(findings) - len(failed) - len(skipped)
+        rest = f", {len(skipped)} skipped" if skipped else ""
+        print(f"{passed} passed, {len(failed)} failed{rest}")
     if failed:
         raise typer.Exit(1)

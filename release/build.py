@@ -1,39 +1,42 @@
 """Builds a release folder: weights, explicit configuration, card, licence and the remote code,
 complete and repeatable.
 
-The folder is written under a temporary name and renamed when whole. The same source gives the same
-bytes, so a second build changes nothing; a folder that holds anything but an earlier build is never
-replaced.
+The folder is written under a temporary name and renamed when whole; an empty folder that is there
+already is kept and filled. The same source gives the same bytes, so a second build changes nothing;
+a folder that holds anything but an earlier build is never replaced.
 """
 
-import hashlib
 import inspect
 import json
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmap import __version__, modeling
+from flashmap.checkpoint import CONFIG, WEIGHTS
 
+from .contents import (
+    CARD,
+    LICENCE,
+    RECORD,
+    folder_files,
+    read_config,
+    read_record,
+    read_tensors,
+    require_finite,
+    require_tensors,
+    weight_paths,
+)
 from .errors import ReleaseError
 from .remote_code import AUTO_MAP, code_digest, read_closure, stamped
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashmap.modeling.configuration_flashmap import FlashMapConfig
-
-CONFIG, WEIGHTS, CARD, LICENCE, RECORD = (
-    "config.json",
-    "model.safetensors",
-    "README.md",
-    "LICENSE",
-    "release.json",
-)
-INDEX = "model.safetensors.index.json"
 # Facts about the target that only the drafter's source knows; passed on where it states them.
 PASSED_ON = (
     "max_position_embeddings",
@@ -68,10 +71,13 @@ def build_release(
     """Build the release folder ``out`` from ``source``: config.json, weights and README.md.
 
     ``tag`` and ``repo_id`` say where the release is going and are recorded in release.json. Raises
-    ReleaseError if the source is incomplete, or if ``out`` holds files that no build wrote.
+    ReleaseError if the source is incomplete or holds NaN, or if ``out`` holds files that no build
+    wrote.
     """
     code = stamped(read_closure(Path(next(iter(modeling.__path__)))))
-    tensors = _read_tensors(source)
+    tensors = {
+        name: tensor for path in weight_paths(source) for name, tensor in read_tensors(path).items()
+    }
     digest = code_digest(code)
     config = _release_config(source, tensors, digest)
     texts = {
@@ -112,45 +118,8 @@ def build_release(
     )
 
 
-def folder_files(folder: Path, *, record: bool = False) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file below ``folder`` by path; with ``record`` release.json too."""
-    rows = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir() or (name == RECORD and not record):
-            continue
-        with path.open("rb") as file:
-            rows[name] = {
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-                "size": path.stat().st_size,
-            }
-    return rows
-
-
 def _json_bytes(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def read_config(folder: Path) -> "tuple[dict[str, Any], FlashMapConfig]":
-    """The folder's config.json as written, and as a FlashMapConfig. Raises ReleaseError."""
-    from flashmap.modeling.configuration_flashmap import FlashMapConfig
-
-    path = folder / CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict) or raw.get("model_type") != "flashmap":
-            raise ValueError(
-                "it is not the configuration of a FlashMap drafter (model_type 'flashmap')"
-            )
-        config = FlashMapConfig.from_dict(raw)
-    except (OSError, ValueError, TypeError) as error:
-        raise ReleaseError(
-            "config",
-            f"{path}: {error}",
-            "a readable, valid FlashMap configuration",
-            "mend or restore the file",
-        ) from error
-    return raw, config
 
 
 def _release_config(source: Path, tensors: "dict[str, Tensor]", digest: str) -> dict[str, Any]:
@@ -169,6 +138,8 @@ def _release_config(source: Path, tensors: "dict[str, Tensor]", digest: str) -> 
             "one dtype",
             "save the whole checkpoint in one dtype",
         )
+    require_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    require_finite(tensors.items())
     return {
         **{name: getattr(config, name) for name in fields},
         "mask_token_id": 0,  # read by engines that pad a block; this drafter never embeds its slots
@@ -188,50 +159,6 @@ def _release_config(source: Path, tensors: "dict[str, Tensor]", digest: str) -> 
         "flashmap_version": __version__,
         "code_digest": digest,
     }
-
-
-def weight_paths(folder: Path) -> list[Path]:
-    """The folder's weight files: those its index names, else the one. Raises ReleaseError."""
-    names = [WEIGHTS]
-    if (folder / INDEX).is_file():
-        try:
-            names = sorted(
-                set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ReleaseError(
-                "weights",
-                f"{folder / INDEX} unreadable ({error})",
-                "an index with a weight_map",
-                "save the weights again",
-            ) from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ReleaseError(
-            "weights",
-            f"{folder} without {', '.join(missing[:3])}",
-            "every weight file",
-            "copy or save the weights again",
-        )
-    return [folder / name for name in names]
-
-
-def _read_tensors(source: Path) -> "dict[str, Tensor]":
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for path in weight_paths(source):
-        try:
-            tensors.update(load_file(path))
-        except SafetensorError as error:
-            raise ReleaseError(
-                "weights",
-                f"{path} damaged ({error})",
-                "whole safetensors files",
-                "copy or save the weights again",
-            ) from error
-    return tensors
 
 
 def _write_tensors(tensors: "dict[str, Tensor]", path: Path) -> None:
@@ -264,31 +191,49 @@ def _require_earlier_build(out: Path) -> None:
     """Refuse to replace anything but an earlier build: what was written by hand is never lost."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    recorded: Any = None
-    if out.is_dir() and (out / RECORD).is_file():
-        try:
-            recorded = json.loads((out / RECORD).read_text(encoding="utf-8"))["files"]
-        except (ValueError, KeyError, TypeError):
-            recorded = None
-    found = folder_files(out) if out.is_dir() else {}
-    own = recorded if isinstance(recorded, dict) else {}
-    foreign = sorted(name for name, row in found.items() if own.get(name) != row)
-    if recorded is None or foreign:
-        what = (
-            f"{len(foreign)} files that no build wrote ({', '.join(foreign[:3])})"
-            if foreign
-            else "something else"
-        )
-        raise ReleaseError(
-            "out",
-            f"{out} with {what}",
-            "an empty or absent folder, or an earlier build",
-            "name another --out, or move it away",
-        )
+    own: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if out.is_dir():
+        found = folder_files(out)
+        with suppress(ReleaseError):
+            own = read_record(out)
+    changed = sorted(name for name in found.keys() & own.keys() if own[name] != found[name])
+    foreign = sorted(found.keys() - own.keys())
+    if own and not changed and not foreign:
+        return
+    what = []
+    if changed:
+        what.append(f"{len(changed)} files changed since the build ({', '.join(changed[:3])})")
+    if foreign:
+        what.append(f"{len(foreign)} files that no build wrote ({', '.join(foreign[:3])})")
+    raise ReleaseError(
+        "out",
+        f"{out} with {' and '.join(what) or 'something that no build wrote'}",
+        "an empty or absent folder, or an earlier build",
+        "name another --out, or move it away",
+    )
+
+
+def _fill(out: Path, scratch: Path) -> None:
+    """Move the files of ``scratch`` into the empty folder ``out``, which may be somebody's working
+    folder or a mount point. The record comes last; a failure leaves ``out`` empty again."""
+    names = sorted(
+        (path.name for path in scratch.iterdir()), key=lambda name: (name == RECORD, name)
+    )
+    try:
+        for name in names:
+            shutil.move(scratch / name, out / name)
+    except OSError:
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+        raise
 
 
 def _replace(out: Path, scratch: Path) -> None:
     """Put ``scratch`` in the place of ``out``; at no moment are both gone."""
+    if out.is_dir() and not any(out.iterdir()):
+        _fill(out, scratch)
+        return
     old = scratch.with_name(scratch.name + ".old")
     if out.exists():
         out.rename(old)

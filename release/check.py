@@ -6,14 +6,26 @@ everything there is to mend; one that cannot run because the configuration or th
 unreadable says so.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .build import CARD, CONFIG, INDEX, LICENCE, RECORD, folder_files, read_config, weight_paths
+from flashmap.checkpoint import CONFIG, INDEX
+
+from .contents import (
+    CARD,
+    LICENCE,
+    RECORD,
+    folder_files,
+    read_config,
+    read_record,
+    read_tensors,
+    require_finite,
+    require_tensors,
+    weight_paths,
+)
 from .errors import ReleaseError
 from .fresh import run_fresh
 from .remote_code import AUTO_MAP, CONFIGURATION, MODELING, code_digest, read_closure, read_stamp
@@ -21,13 +33,17 @@ from .remote_code import AUTO_MAP, CONFIGURATION, MODELING, code_digest, read_cl
 if TYPE_CHECKING:
     from flashmap.modeling.configuration_flashmap import FlashMapConfig
 
-OK, FAILED = "ok", "failed"
+OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+# The Hub puts these into every repository.
+HUB_FILES = {".gitattributes"}
+# Where one of these fails, the folder's code may be anybody's, and is not run.
+TRUSTED = ("remote-code", "code-digest", "record")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check; ``status`` is "ok" or "failed", ``expected`` and ``fix`` are empty when
-    all is well."""
+    """Result of one check; ``status`` is "ok", "failed" or "skipped", ``expected`` and ``fix`` are
+    empty when all is well."""
 
     check: str
     status: str
@@ -58,7 +74,7 @@ class ReleaseFolder:
                 with safe_open(path, framework="pt") as file:
                     names = list(file.keys())
                     shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ReleaseError(
                     "weights", f"{path} damaged ({error})", "whole files", "build again"
                 ) from error
@@ -80,13 +96,34 @@ def check_release(folder: Path) -> list[Finding]:
             "a release folder",
             "build one with: flashmap release build SOURCE --out DIR",
         )
-    release, findings = ReleaseFolder(folder), []
+    release = ReleaseFolder(folder)
+    findings: list[Finding] = []
     for name, check in CHECKS.items():
-        try:
-            findings += list(check(release))
-        except ReleaseError as error:
-            findings.append(Finding(name, FAILED, error.found, error.expected, error.fix))
+        failed = {finding.check for finding in findings if finding.status == FAILED}
+        untrusted = [other for other in TRUSTED if other in failed]
+        if name == "fresh-load" and untrusted:
+            findings.append(
+                Finding(
+                    name,
+                    SKIPPED,
+                    f"not run, for {' and '.join(untrusted)} failed: the code may be tampered with",
+                    "code and files as they were built",
+                    "mend those findings first",
+                )
+            )
+        else:
+            findings += _run(name, check, release)
     return findings
+
+
+def _run(name: str, check: Check, release: ReleaseFolder) -> list[Finding]:
+    try:
+        return list(check(release))
+    except ReleaseError as error:
+        return [Finding(name, FAILED, error.found, error.expected, error.fix)]
+    except Exception as error:  # noqa: BLE001 - whatever lies in the folder is a finding
+        text = f"{type(error).__name__}: {' '.join(str(error).split())} in {release.path}"
+        return [Finding(name, FAILED, text, "a folder that can be checked", "build again")]
 
 
 def _files(release: ReleaseFolder) -> Iterator[Finding]:
@@ -145,64 +182,27 @@ def _remote_code(release: ReleaseFolder) -> Iterator[Finding]:
 
 
 def _weights(release: ReleaseFolder) -> Iterator[Finding]:
-    import torch
-
-    from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
-
-    with torch.device("meta"):
-        model = FlashMapDraftModel(release.config[1])
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = release.shapes
-    problems = [f"{name} missing" for name in wanted.keys() - found.keys()]
-    problems += [f"{name} unknown" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{n} {found[n]} instead of {wanted[n]}"
-        for n in wanted.keys() & found.keys()
-        if wanted[n] != found[n]
-    ]
-    if problems:
-        text = f"{len(problems)} of {len(wanted)} tensors wrong: {', '.join(sorted(problems)[:3])}"
-        yield Finding(
-            "weights",
-            FAILED,
-            text,
-            "the tensors of the configuration",
-            "build from a whole checkpoint",
-        )
-    else:
-        yield Finding("weights", OK, f"{len(found)} tensors, names and shapes complete")
+    require_tensors(release.config[1], release.shapes)
+    yield Finding("weights", OK, f"{len(release.shapes)} tensors, names and shapes complete")
 
 
 def _finite(release: ReleaseFolder) -> Iterator[Finding]:
-    import torch
-    from safetensors.torch import load_file
-
     names = list(release.shapes)
-    broken = [
-        name
-        for path in weight_paths(release.path)
-        for name, tensor in load_file(path).items()
-        if not torch.isfinite(tensor).all()
-    ]
-    if broken:
-        text = f"{len(broken)} tensors with NaN or infinities: {', '.join(sorted(broken)[:3])}"
-        yield Finding(
-            "finite",
-            FAILED,
-            text,
-            "finite numbers",
-            "the training run diverged: release another checkpoint",
-        )
-    else:
-        yield Finding("finite", OK, f"{len(names)} tensors")
+    for path in weight_paths(release.path):
+        require_finite(read_tensors(path).items())
+    yield Finding("finite", OK, f"{len(names)} tensors")
 
 
 def _stray(release: ReleaseFolder) -> Iterator[Finding]:
     # Engines read every *.safetensors file of a folder, and the Hub shows the rest to everybody.
     code = {path.name for path in release.path.glob("*.py")} & read_closure(release.path).keys()
-    known = {CONFIG, CARD, LICENCE, RECORD, INDEX, ".gitattributes"} | code
+    known = {CONFIG, CARD, LICENCE, RECORD, INDEX} | HUB_FILES | code
     known |= {path.name for path in weight_paths(release.path)}
-    stray = sorted(name for name in folder_files(release.path, record=True) if name not in known)
+    stray = [
+        f"{name} ({row['kind']})" if "kind" in row else name
+        for name, row in folder_files(release.path, record=True).items()
+        if "kind" in row or name not in known
+    ]
     if stray:
         yield Finding(
             "stray", FAILED, ", ".join(stray[:5]), "no other files", "remove them, or build again"
@@ -212,20 +212,22 @@ def _stray(release: ReleaseFolder) -> Iterator[Finding]:
 
 
 def _record(release: ReleaseFolder) -> Iterator[Finding]:
-    try:
-        recorded = json.loads((release.path / RECORD).read_text(encoding="utf-8"))["files"]
-        names = set(recorded)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReleaseError(
-            "record", f"{RECORD} unreadable ({error})", "the build's record", "build again"
-        ) from error
-    found = folder_files(release.path)
-    changed = sorted(name for name in names if found.get(name) != recorded[name])
-    if changed:
-        text = f"{', '.join(changed[:5])} changed since the build"
-        yield Finding("record", FAILED, text, f"the sizes and sha256 in {RECORD}", "build again")
+    recorded, found = read_record(release.path), folder_files(release.path)
+    for name in HUB_FILES - recorded.keys():
+        found.pop(name, None)
+    problems = {
+        "changed since the build": [
+            name for name in recorded.keys() & found.keys() if recorded[name] != found[name]
+        ],
+        "missing": list(recorded.keys() - found.keys()),
+        "not recorded": list(found.keys() - recorded.keys()),
+    }
+    texts = [f"{', '.join(sorted(names)[:5])} {what}" for what, names in problems.items() if names]
+    if texts:
+        text = "; ".join(texts)
+        yield Finding("record", FAILED, text, f"the files that {RECORD} lists", "build again")
     else:
-        yield Finding("record", OK, f"{len(names)} files as they were built")
+        yield Finding("record", OK, f"{len(recorded)} files as they were built")
 
 
 def _fresh_load(release: ReleaseFolder) -> Iterator[Finding]:

@@ -58,6 +58,8 @@ def read_closure(folder: Path) -> dict[str, bytes]:
         if name in files:
             continue
         try:
+            if not (folder / name).is_file():
+                raise FileNotFoundError(name)
             files[name] = (folder / name).read_bytes()
         except OSError as error:
             raise ReleaseError(
@@ -66,8 +68,8 @@ def read_closure(folder: Path) -> dict[str, bytes]:
                 f"the file that {needed_by} needs",
                 "restore it, or remove the import",
             ) from error
-        wanted += [(sibling, name) for sibling in sibling_names(files[name].decode("utf-8"), name)]
-    direct = set(sibling_names(files[MODELING].decode("utf-8"), MODELING)) | {MODELING}
+        wanted += [(sibling, name) for sibling in sibling_names(_text(files[name], name), name)]
+    direct = set(sibling_names(_text(files[MODELING], MODELING), MODELING)) | {MODELING}
     unnamed = sorted(files.keys() - direct)
     if unnamed:
         raise ReleaseError(
@@ -77,6 +79,15 @@ def read_closure(folder: Path) -> dict[str, bytes]:
             "add the import: transformers 4.57 copies only what the entry file names",
         )
     return dict(sorted(files.items()))
+
+
+def _text(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ReleaseError(
+            "remote-code", f"{name} is not UTF-8 ({error})", "Python text", "restore the file"
+        ) from error
 
 
 def code_digest(files: Mapping[str, bytes]) -> str:

@@ -24,6 +24,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
             "flashmap.release",
             "flashmap.modeling",
             "flashmap.pair",
+            "flashmap.checkpoint",
             "flashmap.embedded",
             "flashmap.openmp",
             "flashmap.load_pair",

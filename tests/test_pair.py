@@ -1,5 +1,8 @@
 """load_pair: what it loads, what it refuses and how it says so, and that it runs nobody's code."""
 
+import contextlib
+import io
+import types
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from support.pair_folders import BROKEN_PAIRS, copy_pair, edit_json, write_draft
 
 import flashmap
 from flashmap import references
-from flashmap.pair import vocabulary_hash
+from flashmap.pair import check_tokenizer, vocabulary_hash
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,16 @@ def test_a_broken_pair_is_refused_in_one_message(case: str, pair: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("device", "words"),
-    [("cuda", ["cuda", "no GPU"]), ("cuda:3", ["cuda:3"]), ("tpu9", ["tpu9"]), ("meta", ["meta"])],
+    [
+        ("cuda", ["cuda", "no GPU"]),
+        ("cuda:3", ["cuda:3"]),
+        ("cuda:200", ["cuda:200", "no GPU"]),
+        ("cuda:256", ["cuda:256", "no GPU"]),
+        ("cuda:999", ["cuda:999", "no GPU"]),
+        ("cuda:-1", ["cuda:-1"]),
+        ("tpu9", ["tpu9"]),
+        ("meta", ["meta"]),
+    ],
 )
 def test_a_device_that_is_not_there(
     device: str, words: list[str], pair: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +116,11 @@ def test_a_dtype_that_is_none(dtype: "str | torch.dtype", pair: Path) -> None:
 def test_neither_a_folder_nor_a_hub_id(ref: str, pair: Path) -> None:
     assert "Hub id" in refusal(ref, pair / "draft")
     assert "Hub id" in refusal(pair / "target", ref)
+
+
+def test_a_home_that_nobody_has(pair: Path) -> None:
+    message = refusal("~nosuchuser/x", pair / "draft")
+    assert "'~nosuchuser/x'" in message and "write the folder's path out" in message
 
 
 def test_a_file_is_no_folder(pair: Path) -> None:
@@ -129,7 +146,11 @@ def test_the_alias_outside_a_checkout(pair: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_code_in_a_folder_is_never_run(role: str, pair: Path, tmp_path: Path) -> None:
+def test_code_in_a_folder_is_never_run(
+    role: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Somebody, or a script, who says yes to every question.
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     target, draft = copy_pair(pair, tmp_path)
     folder = tmp_path / role
     trace = tmp_path / "it-ran"
@@ -146,5 +167,26 @@ def test_code_in_a_folder_is_never_run(role: str, pair: Path, tmp_path: Path) ->
     assert not trace.exists()
     if role == "target":
         edit_json(folder / "config.json", model_type="something-new")
-        assert "cannot be loaded" in refusal(target, draft)
-        assert not trace.exists()
+        message = refusal(target, draft)
+        assert "cannot be loaded" in message and "runs no model's own code" in message
+        assert "\n" not in message and not trace.exists()
+
+
+def test_code_of_a_tokenizer_is_never_run(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    target, draft = copy_pair(pair, tmp_path)
+    trace = tmp_path / "it-ran"
+    (target / "mine.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    path = target / "tokenizer_config.json"
+    edit_json(path, auto_map={"AutoTokenizer": ["mine.T", "mine.T"]}, tokenizer_class="Mine")
+    with contextlib.suppress(ValueError):  # some versions fall back to the tokenizer's data
+        flashmap.load_pair(target, draft)
+    assert not trace.exists()
+
+
+def test_rows_of_a_packed_embedding_are_ids(tmp_path: Path) -> None:
+    table = types.SimpleNamespace(num_embeddings=pair_folders.ROWS, weight=torch.zeros(7, 3))
+    target = types.SimpleNamespace(get_input_embeddings=lambda: table)
+    check_tokenizer(pair_folders.tokenizer(), target, object(), tmp_path)  # type: ignore[arg-type]

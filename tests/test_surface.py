@@ -19,7 +19,7 @@ OPTIONS = {
     "generate": MODELS | {"--max-new-tokens", "--temperature", "--raw"},
     "bench": MODELS | {"--max-new-tokens", "--temperature", "--prompts", "--repeats"},
     "doctor": {"--json"},
-    "release build": {"--out", "--repo-id", "--tag"},
+    "release build": {"--out", "--repo-id", "--tag", "--json"},
     "release check": {"--json"},
 }
 CONFIG_FIELDS = [

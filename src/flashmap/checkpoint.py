@@ -20,14 +20,14 @@ LFS_POINTER = b"version https://git-lfs"
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises ValueError naming the path if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.is_file():  # a pipe of that name would be waited for without end
         raise ValueError(
             f"{path.parent} holds no {path.name}; it is not a model folder, or its copy is "
             f"incomplete"
-        ) from error
-    except (OSError, ValueError) as error:
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON ({error}); fetch or copy it again"
         ) from error
@@ -36,16 +36,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Paths of the safetensors files that ``folder`` loads from, each there and as long as its
-    header says.
-
-    Raises ValueError for missing, truncated or unreadable files.
-    """
+def weight_paths(folder: Path) -> list[Path]:
+    """Paths of the safetensors files that ``folder`` loads from: those its index names, else the
+    one. Raises ValueError for missing ones and an index that cannot be used."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{folder / INDEX} has no weight_map; fetch or copy it again")
+        odd = [value for value in weight_map.values() if not isinstance(value, str)]
+        if odd:
+            raise ValueError(
+                f"{folder / INDEX}: weight_map names {odd[0]!r} as a file, expected text; fetch or "
+                f"copy it again"
+            )
         names = sorted(set(weight_map.values()))
     else:
         names = [WEIGHTS]
@@ -56,9 +59,16 @@ def weight_files(folder: Path) -> list[Path]:
             f"({', '.join(missing[:3])}); the download "
             "or copy is incomplete (only safetensors weights are read): fetch them again"
         )
-    for name in names:
-        _check_length(folder / name)
     return [folder / name for name in names]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """`weight_paths`, each as long as its header says. Raises ValueError for truncated or
+    unreadable files too."""
+    paths = weight_paths(folder)
+    for path in paths:
+        _check_length(path)
+    return paths
 
 
 def _check_length(path: Path) -> None:

@@ -8,6 +8,7 @@ sentence that says what to do.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Embedding tables are padded by some per cent; a tokenizer that covers less than this belongs to
 # another model.
 LEAST_COVERAGE = 0.75
+# torch itself wraps an index beyond 127 round to another one.
+DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(?P<index>[0-9]{1,9}))?")
+MEND = "; its files are damaged, or this transformers does not know them: fetch or copy them again"
+# Whatever the folder says, and whoever answers a prompt: none of its Python runs.
+NO_CODE = {"trust_remote_code": False}
 
 
 def load_pair(
@@ -59,6 +65,7 @@ def load_pair(
     draft_folder = drafter_folder(str(draft))
     loaded: Any = _load_drafter(draft_folder)
     folder = target_folder(str(target))
+    _check_target_config(folder)
     tokenizer = _load_tokenizer(folder)
     target_model = _load_target(folder, chosen_device, chosen_dtype)
     draft_model: FlashMapDraftModel = loaded.to(chosen_device, target_model.dtype).eval()
@@ -80,8 +87,9 @@ def check_tokenizer(
 ) -> None:
     """Raise ValueError if ``tokenizer`` cannot be the one that ``target`` and its drafter were
     trained with."""
-    embedding: Any = target.get_input_embeddings()
-    rows = embedding.weight.shape[0]
+    from .modeling.target_flashmap import num_embedding_rows
+
+    rows = num_embedding_rows(target)
     vocabulary = tokenizer.get_vocab()
     size, highest = len(vocabulary), max(vocabulary.values(), default=-1)
     found = (
@@ -106,11 +114,10 @@ def _resolve_device(device: "str | torch.device | None") -> "torch.device":
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return torch.device("cuda" if count else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not known; use cpu, cuda or cuda:N") from error
-    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+    match = DEVICE.fullmatch(str(device))
+    if match is None:
+        raise ValueError(f"device {str(device)!r} is not known; use cpu, cuda or cuda:N")
+    if str(device).startswith("cuda") and int(match["index"] or 0) >= count:
         have = f"{count} GPU(s)" if count else "no GPU that torch can use"
         raise ValueError(
             f"device {str(device)!r} was asked for, but there is {have} (torch "
@@ -118,9 +125,7 @@ def _resolve_device(device: "str | torch.device | None") -> "torch.device":
             f"{torch.version.cuda}); use --device cpu, or install a driver and a torch build that "
             f"match"
         )
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(device)!r} is not supported; use cpu, cuda or cuda:N")
-    return chosen
+    return torch.device(device)
 
 
 def _resolve_dtype(
@@ -152,14 +157,23 @@ def _load_drafter(folder: Path) -> "FlashMapDraftModel":
     from .modeling.configuration_flashmap import FlashMapConfig
     from .modeling.modeling_flashmap import FlashMapDraftModel
 
-    try:
+    with _told(f"{folder / CONFIG}: "):
         config = FlashMapConfig.from_pretrained(folder)
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
     model: FlashMapDraftModel = _from_pretrained(
         FlashMapDraftModel, folder, strict=True, config=config
     )
     return model
+
+
+def _check_target_config(folder: Path) -> None:
+    """Refuse a configuration that cannot be used, before the tokenizer's loader stumbles over
+    it."""
+    from transformers import AutoConfig
+
+    if read_json(folder / CONFIG).get("model_type") == "flashmap":
+        raise ValueError(f"{folder} is a drafter; --target names the language model it drafts for")
+    with _told(f"{folder} cannot be loaded: {CONFIG}: "):
+        AutoConfig.from_pretrained(folder, **NO_CODE)
 
 
 def _load_target(
@@ -168,8 +182,6 @@ def _load_target(
     from transformers import AutoModelForCausalLM
 
     config = read_json(folder / CONFIG)
-    if config.get("model_type") == "flashmap":
-        raise ValueError(f"{folder} is a drafter; --target names the language model it drafts for")
     weight_files(folder)
     # A quantised model is put on its device while it loads, and some kinds cannot be moved
     # afterwards.
@@ -180,14 +192,11 @@ def _load_target(
 
 
 def _from_pretrained(auto_class: Any, folder: Path, *, strict: bool, **arguments: Any) -> Any:
-    try:
-        with _without_load_report():
-            # Tensors of other shapes are let through here to be named below, with the folder.
-            model, info = auto_class.from_pretrained(
-                folder, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
-            )
-    except (OSError, RuntimeError, ValueError, ImportError) as error:
-        raise ValueError(f"{folder} cannot be loaded: {_first_line(error)}") from error
+    with _told(f"{folder} cannot be loaded: "), _without_load_report():
+        # Tensors of other shapes are let through here to be named below, with the folder.
+        model, info = auto_class.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **NO_CODE, **arguments
+        )
     require_all_loaded(info, folder, strict=strict)
     require_finite(model, folder)
     return model
@@ -209,17 +218,35 @@ def _without_load_report() -> Iterator[None]:
 def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{folder} holds no tokenizer that can be loaded ({_first_line(error)}); fetch the "
-            f"target again with its "
-            "tokenizer files"
-        ) from error
+    advice = "; fetch the target again with its tokenizer files"
+    with _told(f"{folder} holds no tokenizer that can be loaded: ", advice):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     return tokenizer
 
 
+@contextmanager
+def _told(found: str, advice: str = MEND) -> Iterator[None]:
+    """Turn whatever transformers raises within into one ValueError: ``found``, the reason,
+    ``advice``."""
+    try:
+        yield
+        return
+    except Exception as error:  # noqa: BLE001 - a damaged file can make it raise anything
+        caught = error
+    if type(caught).__name__ == "OutOfMemoryError":  # nothing is wrong with the folder
+        raise caught
+    if "trust_remote_code" in str(caught):
+        raise ValueError(
+            f"{found}it needs Python code that its author ships, and flashmap runs no model's own "
+            f"code (trust_remote_code is off); use one whose architecture transformers has built in"
+        ) from caught
+    raise ValueError(f"{found}{_first_line(caught)}{advice}") from caught
+
+
 def _first_line(error: Exception) -> str:
+    """The error in one line, with its type where the text alone would say little."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else ""
+    if text and isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

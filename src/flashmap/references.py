@@ -55,7 +55,12 @@ def drafter_folder(ref: str) -> Path:
 
 
 def _folder(ref: str, role: str) -> Path:
-    path = Path(ref).expanduser()
+    try:
+        path = Path(ref).expanduser()
+    except RuntimeError as error:  # no home folder of that name
+        raise ValueError(
+            f"{role} {ref!r}: {str(error).rstrip('.')}; write the folder's path out"
+        ) from error
     if ref and path.is_dir():
         return path
     if ref and path.exists():

@@ -11,6 +11,9 @@ import torch
 from support.commands import Run, assert_one_message, refs
 from support.pair_folders import BROKEN_PAIRS, copy_pair, edit_json
 
+from flashmap.cli import options
+from flashmap.modeling import decoding_flashmap
+
 
 @pytest.mark.parametrize("case", BROKEN_PAIRS)
 def test_a_broken_pair(case: str, pair: Path, tmp_path: Path, run: Run) -> None:
@@ -28,9 +31,11 @@ def test_a_broken_pair(case: str, pair: Path, tmp_path: Path, run: Run) -> None:
         (["--temperature", -0.5], ["temperature", "-0.5"]),
         (["--temperature", "nan"], ["temperature"]),
         (["--temperature", "inf"], ["temperature"]),
+        (["--temperature", "1e-40"], ["--temperature", "1e-40", "1e-30"]),
         (["--num-steps", 9], ["num_steps=9", "1, 2, 3, 4"]),
         (["--num-steps", -1], ["num_steps=-1"]),
         (["--device", "cuda"], ["cuda", "no GPU"]),
+        (["--device", "cuda:999"], ["cuda:999", "no GPU"]),
         (["--device", "toaster"], ["toaster"]),
         (["--dtype", "float7"], ["float7", "bfloat16"]),
     ],
@@ -49,6 +54,10 @@ def test_bad_numbers_and_names(
     (tmp_path / "prompts.txt").write_text("hi\n")
     subject = ["hi"] if command == "generate" else ["--prompts", tmp_path / "prompts.txt"]
     assert_one_message(run(command, *subject, *refs(pair), *flags, "--json"), *words)
+
+
+def test_the_coldest_temperature_is_the_one_of_decoding() -> None:
+    assert options.COLDEST == decoding_flashmap._COLDEST
 
 
 @pytest.mark.parametrize("prompt", ["", "   ", "\n"])

@@ -22,7 +22,7 @@ FLAGS = {
     "draft help",
     "doctor": "json help",
     "demo": "json max-new-tokens help",
-    "release build": "out tag repo-id help",
+    "release build": "out tag repo-id json help",
     "release check": "json help",
 }
 
@@ -284,7 +284,9 @@ def test_doctor_finds_the_other_distribution(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         doctor_module, "_version", lambda name: "0.1.0" if name == "flashmap" else None
     )
-    (problem,) = json.loads(run("doctor", "--json").out)["problems"]
+    ended = run("doctor", "--json")
+    (problem,) = json.loads(ended.out)["problems"]
+    assert ended.status == 1 == run("doctor").status
     assert "flashmap 0.1.0" in problem and "flashmap-hub" in problem
 
 
@@ -303,6 +305,10 @@ def test_release_build_and_check(pair: Path, tmp_path: Path, run: Run) -> None:
             "release", "build", pair / "draft", "--out", out, "--tag", "v1", "--repo-id", "me/it"
         ).out
     )
+    document = json.loads(run("release", "build", pair / "draft", "--out", out, "--json").out)
+    assert list(document) == ["folder", "changed", "files", "digest"]
+    assert document["folder"] == str(out) and document["changed"] is True  # another tag
+    assert document["files"].keys() == {path.name for path in out.iterdir()}
     checked = run("release", "check", out, "--json")
     findings = json.loads(checked.out)
     assert checked.status == 0
@@ -310,6 +316,7 @@ def test_release_build_and_check(pair: Path, tmp_path: Path, run: Run) -> None:
     assert {row["status"] for row in findings} == {"ok"}
     (out / "stray.bin").write_bytes(b"x")
     checked = run("release", "check", out)
-    assert checked.status == 1 and "failed  stray" in checked.out and "1 failed" in checked.out
+    assert checked.status == 1 and "failed  stray" in checked.out
+    assert "2 failed, 1 skipped" in checked.out and "skipped fresh-load" in checked.out
     assert_one_message(run("release", "build", pair / "draft", "--out", out), "stray.bin", out)
     assert_one_message(run("release", "check", tmp_path / "gone"), "gone")

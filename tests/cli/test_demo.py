@@ -2,14 +2,19 @@
 says when they part."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.commands import Run
 
 from flashmap import embedded, references
 from flashmap.cli import demo as demo_module
+from flashmap.cli.demo_script import tie_gap
+from flashmap.release.contents import folder_files
 
 
 @pytest.fixture
@@ -71,8 +76,14 @@ def event(dtype: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dtype", "gap", "status", "words"),
     [
-        ("bfloat16", 0.5, 0, "up to token 4, where the target's two best tokens are tied"),
-        ("bfloat16", 7.0, 0, "where they are not tied: please report this"),
+        (
+            "bfloat16",
+            0.5,
+            0,
+            "up to token 4, where the target's two best tokens are within 1 ",
+        ),
+        ("bfloat16", 3.2, 0, "within 4 rounding steps"),
+        ("bfloat16", 7.0, 0, "7.00 rounding steps apart: please report this"),
         ("float32", 0.5, 1, "Decoding must not change a token"),
     ],
 )
@@ -91,7 +102,40 @@ def test_a_difference_is_told(
     ended = run("demo")
     assert ended.status == status
     assert words in ended.out + ended.err
+    explained = dtype != "float32" and gap <= demo_module.NEAR_TIE
+    assert ("within rounding of each other" in ended.out) is explained
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("best", "second", "steps"),
+    [(0.0, 0.0, 0.0), (0.0, -1.0, None), (1.0, 0.0, None), (4.0, 4.0, 0.0), (-1.0, -1.5, None)],
+)
+def test_the_gap_is_in_rounding_steps(
+    dtype: torch.dtype, best: float, second: float, steps: float | None
+) -> None:
+    logits = torch.tensor([[[best, second]]], dtype=dtype)
+    gap = tie_gap(lambda ids: SimpleNamespace(logits=logits), torch.zeros(1, 1).long(), [])
+    expected = (best - second) / torch.finfo(dtype).eps if steps is None else steps
+    assert gap == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("damage", ["edited", "added", "no record", "a file"])
+def test_a_damaged_folder_of_its_own_is_made_anew(damage: str, tiny: Path, pair: Path) -> None:
+    whole = folder_files(demo_module._build(pair / "draft", tiny).folder, record=True)
+    match damage:
+        case "edited":
+            (tiny / "README.md").write_text("?")
+        case "added":
+            (tiny / "x").mkdir()
+        case "no record":
+            (tiny / "release.json").unlink()
+        case "a file":
+            shutil.rmtree(tiny)
+            tiny.write_text("?")
+    assert demo_module._build(pair / "draft", tiny).changed
+    assert folder_files(tiny, record=True) == whole
 
 
 def test_a_failing_check_ends_the_demo(

@@ -119,6 +119,15 @@ def test_plain_decoding_sets_the_targets_own_settings_aside() -> None:
     assert target.generation_config is config and config.repetition_penalty == 1.9
 
 
+def test_a_seed_beyond_64_bits_wraps() -> None:
+    target, ids = toys.llama(), toys.prompt(6)
+    small, large = (
+        decode_plainly(target, ids, max_new_tokens=9, temperature=1.0, seed=seed)
+        for seed in (5, 2**64 + 5)
+    )
+    assert small.token_ids == large.token_ids and large.seed == 2**64 + 5
+
+
 def test_plain_sampling_draws_from_the_bare_distribution() -> None:
     import torch
 

@@ -1,7 +1,10 @@
 """`release build`: complete, explicit, repeatable, and never at the cost of somebody's files."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from support.pair_folders import edit_json, edit_weights, shard, truncate, write
 
 from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.release import build as build_module
-from flashmap.release.build import build_release, folder_files
+from flashmap.release.build import build_release
+from flashmap.release.contents import folder_files
 from flashmap.release.errors import ReleaseError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,9 +97,18 @@ def test_shared_and_transposed_tensors_are_cloned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["foreign folder", "file added", "file edited", "a file", "broken record"]
+    ("kind", "words"),
+    [
+        ("foreign folder", "1 files that no build wrote (thesis.txt)"),
+        ("file added", "2 files that no build wrote (notes, notes/thesis.txt)"),
+        ("file edited", "1 files changed since the build (README.md)"),
+        ("a file", "something that no build wrote"),
+        ("broken record", "that no build wrote"),
+    ],
 )
-def test_what_no_build_wrote_is_never_replaced(kind: str, source: Path, tmp_path: Path) -> None:
+def test_what_no_build_wrote_is_never_replaced(
+    kind: str, words: str, source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     if kind == "foreign folder":
         out.mkdir()
@@ -116,8 +129,39 @@ def test_what_no_build_wrote_is_never_replaced(kind: str, source: Path, tmp_path
     with pytest.raises(ReleaseError) as caught:
         build_release(source, out)
     assert caught.value.check == "out" and str(out) in caught.value.found
+    assert words in caught.value.found
     assert before == (folder_files(out, record=True) if out.is_dir() else out.read_text())
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_an_empty_folder_is_filled_not_replaced(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    inode = out.stat().st_ino
+    built = build_release(source, Path())
+    assert out.stat().st_ino == inode and Path.cwd() == out == built.folder
+    assert "release.json" in built.files and not build_release(source, Path()).changed
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_a_failed_move_leaves_an_empty_folder_empty(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, move = tmp_path / "out", shutil.move
+    out.mkdir()
+
+    def fail_for_the_record(source: Path, to: Path) -> object:
+        if to.name == "release.json":
+            raise OSError("disk gone")
+        return move(source, to)
+
+    monkeypatch.setattr(shutil, "move", fail_for_the_record)
+    with pytest.raises(OSError, match="disk gone"):
+        build_release(source, out)
+    assert list(out.iterdir()) == []
 
 
 def test_a_failed_rename_puts_the_old_build_back(
@@ -141,42 +185,35 @@ def test_a_failed_rename_puts_the_old_build_back(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "check"),
-    [
-        ("no config", "config"),
-        ("no taps", "config"),
-        ("other model", "config"),
-        ("no weights", "weights"),
-        ("truncated", "weights"),
-        ("missing shard", "weights"),
-        ("two dtypes", "weights"),
-        ("no card", "card"),
-    ],
-)
-def test_an_incomplete_source_is_refused(
-    kind: str, check: str, source: Path, tmp_path: Path
-) -> None:
-    weights = source / "model.safetensors"
-    match kind:
-        case "no config":
-            (source / "config.json").unlink()
-        case "no taps":
-            edit_json(source / "config.json", target_layer_ids=None)
-        case "other model":
-            edit_json(source / "config.json", model_type="llama")
-        case "no weights":
-            weights.unlink()
-        case "truncated":
-            truncate(weights)
-        case "missing shard":
-            shard(source)[0].unlink()
-        case "two dtypes":
-            edit_weights(
-                source, lambda tensors: tensors.update(noise_gate=tensors["noise_gate"].half())
-            )
-        case "no card":
-            (source / "README.md").unlink()
+def edit(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: edit_weights(folder, change)
+
+
+INCOMPLETE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config"),
+    "no taps": (lambda f: edit_json(f / "config.json", target_layer_ids=None), "config"),
+    "other model": (lambda f: edit_json(f / "config.json", model_type="llama"), "config"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "weights"),
+    "truncated": (lambda f: truncate(f / "model.safetensors"), "weights"),
+    "missing shard": (lambda f: shard(f)[0].unlink(), "weights"),
+    "index of numbers": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
+        "weights",
+    ),
+    "two dtypes": (edit(lambda t: t.update(noise_gate=t["noise_gate"].half())), "weights"),
+    "tensor missing": (edit(lambda t: t.pop("fc.weight")), "weights"),
+    "tensor unknown": (edit(lambda t: t.update(x=torch.zeros(1))), "weights"),
+    "another shape": (edit(lambda t: t.update({"fc.weight": torch.zeros(3, 3)})), "weights"),
+    "NaN": (edit(lambda t: t["head.bias"].fill_(float("nan"))), "finite"),
+    "infinite": (edit(lambda t: t["head.bias"].fill_(float("inf"))), "finite"),
+    "no card": (lambda f: (f / "README.md").unlink(), "card"),
+}
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE)
+def test_an_incomplete_source_is_refused(kind: str, source: Path, tmp_path: Path) -> None:
+    break_it, check = INCOMPLETE[kind]
+    break_it(source)
     with pytest.raises(ReleaseError) as caught:
         build_release(source, tmp_path / "out")
     assert caught.value.check == check

@@ -1,8 +1,9 @@
 """`release check`: a sound folder passes, and each way of breaking one is found by the check that
 is meant for it."""
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from support.pair_folders import edit_json, edit_weights, truncate, write_drafte
 
 from flashmap.release import fresh
 from flashmap.release.build import build_release
-from flashmap.release.check import CHECKS, FAILED, ReleaseFolder, check_release
+from flashmap.release.check import (
+    CHECKS,
+    FAILED,
+    SKIPPED,
+    Finding,
+    ReleaseFolder,
+    check_release,
+)
+from flashmap.release.contents import folder_files
 from flashmap.release.errors import ReleaseError
 from flashmap.release.fresh import run_fresh
 from flashmap.release.remote_code import RELATIVE, code_digest, read_closure, sibling_names, stamped
@@ -87,7 +96,49 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], set[str]]] = {
     "infinite": (fill(float("inf")), {"finite", "record"}),
     "stray weights": (
         lambda f: shutil.copy(f / "model.safetensors", f / "adapter.safetensors"),
-        {"stray"},
+        {"stray", "record"},
+    ),
+    "folder inside": (lambda f: (f / "notes").mkdir(), {"stray", "record"}),
+    "symlink": (
+        lambda f: (f / "LICENSE").rename(f.parent / "L") and (f / "LICENSE").symlink_to("../L"),
+        {"stray", "record"},
+    ),
+    "broken symlink": (lambda f: (f / "gone.py").symlink_to("nowhere"), {"stray", "record"}),
+    "pipe": (lambda f: os.mkfifo(f / "pipe.safetensors"), {"stray", "record"}),
+    "code is a pipe": (
+        lambda f: [(f / "layers_flashmap.py").unlink(), os.mkfifo(f / "layers_flashmap.py")],
+        {"remote-code", "stray", "record"},
+    ),
+    "code is no text": (
+        lambda f: (f / "layers_flashmap.py").write_bytes(b"\xff\xfe"),
+        {"remote-code", "stray", "record"},
+    ),
+    "index of numbers": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
+        {"files", "weights", "finite", "stray", "record"},
+    ),
+    "record is a pipe": (
+        lambda f: [(f / "release.json").unlink(), os.mkfifo(f / "release.json")],
+        {"files", "stray", "record"},
+    ),
+    "configuration is a pipe": (
+        lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")],
+        {"files", "config", "remote-code", "weights", "stray", "record"},
+    ),
+    "record of a list": (
+        lambda f: (f / "release.json").write_text('{"files": ["README.md"]}'),
+        {"record"},
+    ),
+    "unrecorded file": (
+        lambda f: edit_json(
+            f / "release.json",
+            files={n: r for n, r in folder_files(f).items() if n != "LICENSE"},
+        ),
+        {"record"},
+    ),
+    "bottomless configuration": (
+        lambda f: (f / "config.json").write_text("[" * 100_000),
+        {"config", "remote-code", "weights", "record"},
     ),
     "no record": (lambda f: (f / "release.json").unlink(), {"files", "record"}),
 }
@@ -131,6 +182,45 @@ def test_the_fresh_process_finds_it_too(case: str, word: str, sound: Path, tmp_p
     except ReleaseError as error:
         found = [error.found]
     assert len(found) == 1 and word in found[0]
+
+
+@pytest.mark.parametrize("name", ["layers_flashmap.py", "README.md"])
+def test_tampered_code_is_not_run(name: str, sound: Path, tmp_path: Path) -> None:
+    folder, trace = tmp_path / "out", tmp_path / "it-ran"
+    shutil.copytree(sound, folder)
+    append(name, f"\nopen({str(trace)!r}, 'w')\n")(folder)
+    last = check_release(folder)[-1]
+    assert (last.check, last.status) == ("fresh-load", SKIPPED) and "record" in last.found
+    assert not trace.exists()
+
+
+def test_what_goes_wrong_in_a_check_is_its_finding(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(release: ReleaseFolder) -> Iterator[Finding]:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("flashmap.release.check.CHECKS", {"odd": check})
+    (finding,) = check_release(sound)
+    assert finding.status == FAILED and "ZeroDivisionError: by zero" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("code is no text", "layers_flashmap.py"),
+        ("broken symlink", "gone.py (symlink)"),
+        ("pipe", "pipe.safetensors (special file)"),
+        ("index of numbers", "model.safetensors.index.json"),
+    ],
+)
+def test_a_finding_names_the_file(
+    case: str, name: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(CHECKS, "fresh-load")
+    shutil.copytree(sound, tmp_path / "out")
+    BROKEN[case][0](tmp_path / "out")
+    assert any(name in row.found for row in check_release(tmp_path / "out"))
 
 
 def test_no_folder_is_one_error(tmp_path: Path) -> None:

@@ -143,6 +143,32 @@ BROKEN_PAIRS: dict[str, tuple[Breaker, list[str]]] = {
         ),
         ["config.json", "jump_grids"],
     ),
+    "hidden_size is a word": (
+        lambda t, d: edit_json(t / "config.json", hidden_size="abc"),
+        ["target", "cannot be loaded", "got str"],
+    ),
+    "no attention heads": (
+        lambda t, d: edit_json(
+            t / "config.json", num_attention_heads=0, num_key_value_heads=0, head_dim=None
+        ),
+        ["target", "cannot be loaded"],
+    ),
+    "unknown kind of RoPE": (
+        lambda t, d: edit_json(
+            t / "config.json",
+            rope_parameters={"rope_type": "moebius", "rope_theta": 1e4, "factor": 2.0},
+            rope_scaling={"rope_type": "moebius", "factor": 2.0},
+        ),
+        ["target", "cannot be loaded", "moebius"],
+    ),
+    "index of numbers": (
+        lambda t, d: (t / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
+        ["target", "model.safetensors.index.json", "5"],
+    ),
+    "drafter's hidden_size is a word": (
+        lambda t, d: edit_json(d / "config.json", hidden_size="abc"),
+        ["draft", "config.json", "hidden_size"],
+    ),
     "truncated target": (lambda t, d: truncate(t / "model.safetensors"), ["target", "cut short"]),
     "truncated drafter": (lambda t, d: truncate(d / "model.safetensors"), ["draft", "cut short"]),
     "empty weights": (
