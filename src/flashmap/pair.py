@@ -204,7 +204,7 @@ def _from_pretrained(auto_class: Any, folder: Path, *, strict: bool, **arguments
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keep transformers from logging what it could not load: we refuse it, in one message."""
+    """Keep transformers from logging what it misses or guesses: we refuse it, in one message."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -219,7 +219,8 @@ def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     advice = "; fetch the target again with its tokenizer files"
-    with _told(f"{folder} holds no tokenizer that can be loaded: ", advice):
+    found = f"{folder} holds no tokenizer that can be loaded: "
+    with _told(found, advice), _without_load_report():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     return tokenizer
 
