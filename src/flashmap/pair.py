@@ -192,7 +192,7 @@ def _load_target(
 
 
 def _from_pretrained(auto_class: Any, folder: Path, *, strict: bool, **arguments: Any) -> Any:
-    with _told(f"{folder} cannot be loaded: "), _without_load_report():
+    with _told(f"{folder} cannot be loaded: "):
         # Tensors of other shapes are let through here to be named below, with the folder.
         model, info = auto_class.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True, **NO_CODE, **arguments
@@ -203,7 +203,7 @@ def _from_pretrained(auto_class: Any, folder: Path, *, strict: bool, **arguments
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep transformers from logging what it misses or guesses: we refuse it, in one message."""
     from transformers.utils import logging
 
@@ -219,8 +219,7 @@ def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     advice = "; fetch the target again with its tokenizer files"
-    found = f"{folder} holds no tokenizer that can be loaded: "
-    with _told(found, advice), _without_load_report():
+    with _told(f"{folder} holds no tokenizer that can be loaded: ", advice):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     return tokenizer
 
@@ -230,7 +229,8 @@ def _told(found: str, advice: str = MEND) -> Iterator[None]:
     """Turn whatever transformers raises within into one ValueError: ``found``, the reason,
     ``advice``."""
     try:
-        yield
+        with _quiet():
+            yield
         return
     except Exception as error:  # noqa: BLE001 - a damaged file can make it raise anything
         caught = error
