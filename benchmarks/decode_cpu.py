@@ -136,7 +136,10 @@ def machine() -> dict[str, str]:
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    folder = Path(__file__).parent  # the script may be run from elsewhere
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
+    )
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
