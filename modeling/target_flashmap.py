@@ -235,7 +235,8 @@ def check_target(config: FlashMapConfig, target: PreTrainedModel) -> None:
             " language model."
         )
     _check_embedding(config, target)
-    depth = len(decoder_layers(target))
+    layers = decoder_layers(target)
+    depth = len(layers)
     if config.target_layer_ids[-1] >= depth:
         raise ValueError(
             f"target_layer_ids {config.target_layer_ids} needs at least"
@@ -243,7 +244,7 @@ def check_target(config: FlashMapConfig, target: PreTrainedModel) -> None:
             f" drafter was trained for another target ({config.target_model})."
         )
     for name in ("is_causal", "is_decoder"):
-        values = {getattr(module, name, None) for module in decoder_layers(target).modules()}
+        values = {getattr(module, name, None) for module in layers.modules()}
         if False in values and True not in values:
             raise ValueError(
                 f"{type(target).__name__} attends to later tokens ({name} is False): the target"
