@@ -47,7 +47,9 @@ def bench(
     check_numbers(max_new_tokens, temperature)
     if repeats < 1:
         raise ValueError(f"--repeats {repeats}: ask for at least 1 run of each prompt")
-    from .measure import ALL, Settings, measure, read_prompts, summarise
+    from flashmap.prompts import ALL, read_prompts
+
+    from .measure import Settings, measure, summarise
 
     rows_of_file = read_prompts(prompts)
     with results_on_stdout():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,6 @@ class Decoded:
     def tokens_per_second(self) -> float:
         """Rate of the returned tokens."""
         return len(self.token_ids) / self.seconds
-
-
-def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, raw: bool) -> "Tensor":
-    """Token ids (1, P) of ``prompt``: as one user turn of the chat template, or as it is with
-    ``raw``.
-
-    Raises ValueError for a prompt without text, and where there is no template to use.
-    """
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; give at least one word")
-    if raw:
-        ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return ids
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "the target's tokenizer has no chat template; use --raw to continue the bare prompt"
-        )
-    turns = [{"role": "user", "content": prompt}]
-    encoded: Any = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    chat_ids: Tensor = encoded["input_ids"]
-    return chat_ids
 
 
 def decode_with_drafter(

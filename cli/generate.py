@@ -50,8 +50,9 @@ def generate(
         from transformers import TextStreamer
 
         from flashmap.pair import load_pair
+        from flashmap.prompts import encode
 
-        from .decoding import decode_with_drafter, encode
+        from .decoding import decode_with_drafter
 
         target_model, draft_model, tokenizer = load_pair(target, draft, device, dtype)
         input_ids = encode(tokenizer, prompt, raw=raw)

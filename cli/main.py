@@ -16,6 +16,7 @@ from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .release import release_app
+from .train import train_app
 
 app = typer.Typer(
     name="flashmap",
@@ -37,6 +38,7 @@ app.command(
 )(bench)
 app.command(epilog="Example: flashmap doctor --json")(doctor)
 app.add_typer(release_app, name="release")
+app.add_typer(train_app, name="train")
 
 
 def main() -> None:
@@ -52,6 +54,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         _fail(str(error) or type(error).__name__)
     except RuntimeError as error:
+        if type(error).__name__ == "TrainingError":
+            _fail(str(error))
         # torch.OutOfMemoryError, by name because importing torch for it would cost seconds.
         if type(error).__name__ != "OutOfMemoryError":
             raise
@@ -61,3 +65,7 @@ def main() -> None:
 def _fail(message: str) -> None:
     print(f"flashmap: {message}", file=sys.stderr)
     sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

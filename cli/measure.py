@@ -5,29 +5,20 @@ turns of who begins, so that a machine that slows down or warms up does it to bo
 returned tokens only.
 """
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .decoding import Decoded, decode_plainly, decode_with_drafter, encode
+from flashmap.loops import ends_in_loop
+from flashmap.prompts import Prompt, encode
+
+from .decoding import Decoded, decode_plainly, decode_with_drafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ALL = "all"  # the domain of prompts that state none
 WARM_UP_TOKENS = 16
-LOOP_TOKENS, LOOP_TIMES, LOOP_LONGEST = 8, 4, 64
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A line of a prompts file."""
-
-    text: str
-    domain: str
 
 
 @dataclass(frozen=True)
@@ -53,65 +44,6 @@ class Sample:
     plain_seconds: float
     seconds: float
     looped: bool
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file: JSON lines with ``prompt`` and maybe ``domain`` if its name ends in
-    .jsonl, else one a line.
-
-    Raises ValueError for a file that is missing, holds no prompt or a line that is none.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts file {path} cannot be read: {error}") from error
-    parse = _json_prompt if path.suffix == ".jsonl" else _line_prompt
-    prompts = [
-        parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not prompts:
-        raise ValueError(f"prompts file {path} holds no prompt; write one a line")
-    return prompts
-
-
-def _line_prompt(line: str, where: str) -> Prompt:
-    return Prompt(line.strip(), ALL)
-
-
-def _json_prompt(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-        prompt, domain = row["prompt"], row.get("domain", ALL)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f'{where}: expected a JSON object such as {{"prompt": "...", "domain": "..."}}'
-        ) from error
-    if not isinstance(prompt, str) or not prompt.strip() or not isinstance(domain, str):
-        raise ValueError(
-            f"{where}: prompt must be a non-empty string and domain a string, found "
-            f"{line.strip()[:80]}"
-        )
-    return Prompt(prompt, domain)
-
-
-def ends_in_loop(token_ids: Sequence[int], stop_ids: Iterable[int] = ()) -> bool:
-    """Whether the text ends in a repetition: its last 8 tokens stand there 4 times, evenly spaced
-    by at most 64.
-
-    A drafter accepts nearly everything inside such a loop, which says little about other text.
-    """
-    stops = set(stop_ids)
-    tokens = list(token_ids)
-    while tokens and tokens[-1] in stops:
-        tokens.pop()
-    for period in range(1, LOOP_LONGEST + 1):
-        length = LOOP_TOKENS + (LOOP_TIMES - 1) * period
-        if length > len(tokens):
-            return False
-        tail = tokens[-length:]
-        if tail[period:] == tail[:-period]:
-            return True
-    return False
 
 
 def measure(

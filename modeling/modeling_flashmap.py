@@ -236,9 +236,16 @@ class FlashMapDraftModel(PreTrainedModel):
         return self.mix_state(posterior_embeds, state_embeds, s, t)
 
     def mix_state(
-        self, posterior_embeds: Tensor, state_embeds: Tensor, s: float, t: float
+        self,
+        posterior_embeds: Tensor,
+        state_embeds: Tensor,
+        s: float | Tensor,
+        t: float | Tensor,
     ) -> Tensor:
-        """Norm and add the two projections of a state, unnormed, broadcastable to (B, K, H)."""
+        """Norm and add the two projections of a state, unnormed, broadcastable to (B, K, H).
+
+        Times are floats, or tensors that broadcast with the projections.
+        """
         posterior_embeds = posterior_embeds.to(device=self.device, dtype=self.dtype)
         state_embeds = state_embeds.to(device=self.device, dtype=self.dtype)
         jump = t - s if self.config.noise_gate == "jump" else 1.0

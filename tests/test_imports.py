@@ -32,6 +32,18 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
+    "training": (
+        {
+            "flashmap.training",
+            "flashmap.modeling",
+            "flashmap.kernels",
+            "flashmap.loops",
+            "flashmap.pair",
+            "flashmap.prompts",
+            "flashmap.schedule",
+        },
+        None,
+    ),
     "cli": ({"flashmap"}, None),
 }
 # The package's own modules, src/flashmap/*.py, stand between the rooms they offer and the rooms

@@ -21,6 +21,9 @@ OPTIONS = {
     "doctor": {"--json"},
     "release build": {"--out", "--repo-id", "--tag", "--json"},
     "release check": {"--json"},
+    "train data": {"--set", "--device", "--json"},
+    "train run": {"--set", "--seconds", "--cpu"},
+    "train eval": {"--set", "--draft", "--loop", "--device", "--json"},
 }
 CONFIG_FIELDS = [
     "target_model", "target_hidden_size", "vocab_size", "target_layer_ids", "block_size",

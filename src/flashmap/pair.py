@@ -64,14 +64,22 @@ def load_pair(
     chosen_dtype = _resolve_dtype(dtype, chosen_device)
     draft_folder = drafter_folder(str(draft))
     loaded: Any = _load_drafter(draft_folder)
-    folder = target_folder(str(target))
-    _check_target_config(folder)
-    tokenizer = _load_tokenizer(folder)
-    target_model = _load_target(folder, chosen_device, chosen_dtype)
+    target_model, tokenizer, folder = _open_target(str(target), chosen_device, chosen_dtype)
     draft_model: FlashMapDraftModel = loaded.to(chosen_device, target_model.dtype).eval()
     draft_model.check_target(target_model)
     check_tokenizer(tokenizer, target_model, draft_model.config, folder)
     return target_model, draft_model, tokenizer
+
+
+def load_target(
+    target: "str | Path",
+    device: "str | torch.device | None" = None,
+    dtype: "str | torch.dtype | None" = None,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a target in evaluation mode, and its tokenizer; arguments and errors as `load_pair`."""
+    chosen = _resolve_device(device)
+    model, tokenizer, _ = _open_target(str(target), chosen, _resolve_dtype(dtype, chosen))
+    return model, tokenizer
 
 
 def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -163,6 +171,15 @@ def _load_drafter(folder: Path) -> "FlashMapDraftModel":
         FlashMapDraftModel, folder, strict=True, config=config
     )
     return model
+
+
+def _open_target(
+    reference: str, device: "torch.device", dtype: "str | torch.dtype"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, Path]":
+    folder = target_folder(reference)
+    _check_target_config(folder)
+    tokenizer = _load_tokenizer(folder)
+    return _load_target(folder, device, dtype), tokenizer, folder
 
 
 def _check_target_config(folder: Path) -> None:

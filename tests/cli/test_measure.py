@@ -7,7 +7,9 @@ from support import pair_folders, toys
 
 from flashmap.cli import measure as measure_module
 from flashmap.cli.decoding import Decoded, decode_plainly
-from flashmap.cli.measure import Prompt, Sample, Settings, ends_in_loop, measure, summarise
+from flashmap.cli.measure import Sample, Settings, measure, summarise
+from flashmap.loops import ends_in_loop
+from flashmap.prompts import Prompt
 
 TEXT = list(range(100, 160))
 

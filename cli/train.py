@@ -1,0 +1,154 @@
+"""`flashmap train`: make a drafter's data, train it, and measure it, each by a recipe."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import Device, Json
+from .output import print_json, results_on_stdout
+
+train_app = typer.Typer(
+    help="Train a drafter by a recipe.", no_args_is_help=True, rich_markup_mode=None
+)
+EXAMPLE = "training/recipes/smollm2-135m.toml"
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a .toml file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Replace a setting, such as run.steps=100; may be repeated."),
+]
+
+
+@train_app.command(epilog=f"Example: flashmap train data {EXAMPLE}")
+def data(recipe: RecipeFile, set_: Set = None, device: Device = None, json: Json = False) -> None:
+    """Make the documents to learn from: requests and the target's own answers. Goes on where an
+    earlier run stopped."""
+    with results_on_stdout():
+        chosen = _recipe(recipe, set_)
+        from flashmap.training.data import DataMaker
+        from flashmap.training.report import report_data
+        from flashmap.training.setup import pick_device, prepare_target
+
+        target, tokenizer = prepare_target(chosen, pick_device(device))
+        with _progress() as progress:
+            DataMaker(chosen, target, tokenizer, progress).run()
+        found = report_data(Path(chosen.data.folder))
+    if json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        print(f"{name}: {value}")
+
+
+@train_app.command(epilog=f"Example: flashmap train run {EXAMPLE}")
+def run(
+    recipe: RecipeFile,
+    set_: Set = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Stop with a checkpoint after about this long.", show_default=False),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave the GPU alone.")] = False,
+) -> None:
+    """Train the drafter. Goes on from the newest checkpoint; under `accelerate launch -m
+    flashmap.cli.main train run RECIPE` several GPUs share the work."""
+    with results_on_stdout():
+        chosen = _recipe(recipe, set_)
+        from flashmap.training.start import start_run
+
+        start_run(chosen, math.inf if seconds is None else seconds, cpu=cpu, say=_say)
+
+
+@train_app.command("eval", epilog=f"Example: flashmap train eval {EXAMPLE} --json")
+def evaluate(
+    recipe: RecipeFile,
+    set_: Set = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafter to measure [default: the run's, else the recipe's evaluation.draft].",
+            show_default=False,
+        ),
+    ] = None,
+    loop: Annotated[
+        bool, typer.Option(help="Also decode every prompt, one after the other.")
+    ] = True,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Measure acceptance lengths on the recipe's prompts, by slot, domain, temperature, jumps and
+    draws."""
+    with results_on_stdout():
+        chosen = _recipe(recipe, set_)
+        from flashmap.training.start import start_evaluation
+
+        with _progress() as progress:
+            found = start_evaluation(chosen, draft, device, loop=loop, progress=progress)
+    if json:
+        print_json(found)
+        return
+    _print_evaluation(found)
+
+
+def _recipe(path: Path, overrides: list[str] | None) -> Any:
+    from flashmap.training.recipe import read_recipe
+
+    return read_recipe(path, overrides or ())
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar a stage on stderr, nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    console = Console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
+def _print_evaluation(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    for key in ("draft", "target", "prompts", "dtype", "device"):
+        print(f"{key}: {found[key]}")
+    for name in ("walk", "loop"):
+        table = Table(title=name, box=None, header_style="bold", title_justify="left")
+        headers = ("temperature", "jumps", "draws", "domain", "texts", "looped", "rounds")
+        for header in (*headers, "acceptance", "without looped", "slots"):
+            table.add_column(header, justify="left" if header == "domain" else "right")
+        for row in found[name]:
+            for part in (*row["domains"], row["overall"]):
+                slots = " ".join(_number(rate) for rate in part["slots"])
+                lengths = (part["acceptance_length"], part["acceptance_length_without_looped"])
+                table.add_row(
+                    f"{row['temperature']:g}",
+                    str(row["num_steps"]),
+                    str(row["num_draws"]),
+                    part["domain"],
+                    *(str(part[key]) for key in ("texts", "looped", "rounds")),
+                    *(_number(length) for length in lengths),
+                    slots,
+                )
+        if found[name]:
+            Console(width=160).print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,127 @@
+"""AdamW on float32 masters of the drafter's weights, with a running average of them.
+
+The drafter computes in its own dtype, exactly as it will when it drafts; only its masters are
+float32, since the small steps of training would be rounded away in bfloat16. What is kept of a run
+is the average.
+
+Weights, gradients, masters and averages each lie end to end in one tensor: an update is then a
+handful of kernels, however many weights there are.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .recipe import RunRecipe
+
+BETA1 = 0.9
+AVERAGE_WARM_UP = 10  # early on the average covers about this share of the steps so far
+STATE = ("master", "average", "exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """Steps the weights of a model along their gradients.
+
+    The model's parameters become views of one tensor, and keep their gradients in another.
+    """
+
+    def __init__(self, model: nn.Module, recipe: RunRecipe) -> None:
+        self.recipe = recipe
+        # Matrices decay and come first, vectors do not.
+        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() <= 1)
+        self.names = [name for name, _ in named]
+        self.shapes = [parameter.shape for _, parameter in named]
+        decaying = sum(parameter.numel() for _, parameter in named if parameter.dim() > 1)
+        with torch.no_grad():
+            self.weights = torch.cat([parameter.detach().flatten() for _, parameter in named])
+        self.slopes = torch.zeros_like(self.weights)
+        for (_, parameter), weight, slope in zip(
+            named, self._views(self.weights), self._views(self.slopes), strict=True
+        ):
+            parameter.data, parameter.grad = weight, slope
+        self.master = self.weights.float()
+        self.average = self.master.clone()
+        self.parts = [self.master[:decaying], self.master[decaying:]]
+        groups = zip(self.parts, (recipe.weight_decay, 0.0), strict=True)
+        self.adam = torch.optim.AdamW(
+            [{"params": [part], "weight_decay": decay} for part, decay in groups],
+            lr=recipe.rate,
+            betas=(BETA1, recipe.beta2),
+            fused=True,
+        )
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        sizes = [shape.numel() for shape in self.shapes]
+        parts = flat.split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def rate(self, step: int) -> float:
+        """Learning rate of `step`: a linear rise, then a cosine."""
+        recipe = self.recipe
+        rise = max(1.0, recipe.warm_up * recipe.steps)
+        share = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / recipe.steps)))
+        share = recipe.final_rate + (1.0 - recipe.final_rate) * share
+        return recipe.rate * min(1.0, (step + 1) / rise) * share
+
+    def take_gradients(self) -> Tensor:
+        """All gradients since they were last taken, float32, end to end."""
+        taken = self.slopes.float().clone()
+        self.slopes.zero_()
+        return taken
+
+    def update(self, step: int, gradients: Tensor) -> Tensor:
+        """One step along `gradients`, clipped; gives their norm before that."""
+        norm = torch.linalg.vector_norm(gradients)
+        clipped = gradients * (self.recipe.clip / norm.clamp(min=self.recipe.clip))
+        count = len(self.parts[0])
+        self.parts[0].grad, self.parts[1].grad = clipped[:count], clipped[count:]
+        for group in self.adam.param_groups:
+            group["lr"] = self.rate(step)
+        self.adam.step()
+        kept = min(self.recipe.average, (1 + step) / (AVERAGE_WARM_UP + step))
+        self.average.lerp_(self.master, 1.0 - kept)
+        self._hand_over(self.master)
+        result: Tensor = norm
+        return result
+
+    @torch.no_grad()
+    def _hand_over(self, values: Tensor) -> None:
+        self.weights.copy_(values)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the averaged weights for a while."""
+        self._hand_over(self.average)
+        try:
+            yield
+        finally:
+            self._hand_over(self.master)
+
+    def averages(self) -> dict[str, Tensor]:
+        """The averaged weights by name, float32."""
+        return dict(zip(self.names, self._views(self.average), strict=True))
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a run continues from."""
+        moments = [
+            torch.cat(
+                [self.adam.state[part].get(name, part.new_zeros(part.shape)) for part in self.parts]
+            )
+            for name in STATE[2:]
+        ]
+        return dict(zip(STATE, (self.master, self.average, *moments), strict=True))
+
+    def load(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Continue from `state()` as it was after `step` updates."""
+        self.master.copy_(tensors["master"])
+        self.average.copy_(tensors["average"])
+        count = len(self.parts[0])
+        for part, place in zip(self.parts, (slice(None, count), slice(count, None)), strict=True):
+            self.adam.state[part] = {
+                "step": torch.tensor(float(step), device=part.device),
+                **{name: tensors[name][place].to(part.device).clone() for name in STATE[2:]},
+            }
+        self._hand_over(self.master)

@@ -1,0 +1,59 @@
+"""What a folder of training documents holds: numbers, and a picture of the lengths."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .data import file_counts
+from .documents import read_documents
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+PICTURE, NUMBERS = "lengths.png", "report.json"
+
+
+def report_data(folder: Path) -> dict[str, Any]:
+    """Describe the documents of `folder`; also written there as report.json and lengths.png."""
+    documents = read_documents(folder)
+    counts = file_counts(folder)
+    answers = (documents.lengths - documents.prompt_lengths).double()
+    made = counts["kept"] + counts["duplicates"] + counts["short"]
+    temperatures, numbers = documents.temperatures.unique(return_counts=True)
+    found = {
+        "folder": str(folder),
+        "documents": len(documents),
+        "held_out": int(documents.held_out.sum()),
+        "tokens": int(documents.lengths.sum()),
+        "answer_tokens": int(answers.sum()),
+        "answer_tokens_mean": float(answers.mean()),
+        "answer_tokens_quantiles": {
+            f"{share:g}": float(value)
+            for share, value in zip(
+                QUANTILES, answers.quantile(torch.tensor(QUANTILES).double()), strict=True
+            )
+        },
+        "looped_share": counts["looped"] / made if made else 0.0,
+        "duplicates": int(counts["duplicates"]),
+        "too_short": int(counts["short"]),
+        "temperatures": {
+            f"{temperature:g}": int(number)
+            for temperature, number in zip(temperatures, numbers, strict=True)
+        },
+        "seconds": counts.get("seconds", 0.0),
+        "picture": str(folder / PICTURE),
+    }
+    (folder / NUMBERS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    _draw(answers, folder / PICTURE)
+    return found
+
+
+def _draw(answers: torch.Tensor, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(answers.tolist(), bins=50)
+    axes.set_xlabel("tokens of an answer")
+    axes.set_ylabel("documents")
+    figure.savefig(path, dpi=120)

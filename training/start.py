@@ -1,0 +1,83 @@
+"""Puts a run or an evaluation together from a recipe: what the command line calls."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from flashmap.pair import load_pair
+from flashmap.prompts import read_prompts
+
+from .documents import read_documents
+from .evaluation import Progress, evaluate_loop, evaluate_walks
+from .recipe import Recipe
+from .setup import new_drafter, pick_device, prepare_target, wrap_target
+from .trainer import Trainer
+
+
+def start_run(recipe: Recipe, seconds: float, *, cpu: bool, say: Callable[[str], None]) -> None:
+    """Train by `recipe` for about `seconds`, in every process that `accelerate launch` started.
+
+    Raises ValueError for what a user can mend, TrainingError where the run cannot go on.
+    """
+    accelerator = Accelerator(cpu=cpu)
+    documents = read_documents(Path(recipe.data.folder))
+    target, tokenizer = prepare_target(recipe, accelerator.device)
+    drafter, teacher = new_drafter(recipe, target, tokenizer)
+    wrapped = wrap_target(target, drafter.config)
+
+    def report(line: str) -> None:
+        if accelerator.is_main_process:
+            say(line)
+
+    count = sum(parameter.numel() for parameter in drafter.parameters())
+    report(f"{count:,} parameters, {len(documents):,} documents, on {accelerator.device}")
+    trainer = Trainer(recipe, wrapped, drafter, teacher, documents, accelerator, report)
+    done = trainer.run(seconds)
+    report(f"step {done} of {recipe.run.steps}; the drafter is in {trainer.folder / 'drafter'}")
+
+
+def start_evaluation(
+    recipe: Recipe,
+    draft: str | None,
+    device: str | None,
+    *,
+    loop: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Measure `draft`, else the run's drafter, else the recipe's, on the recipe's prompts.
+
+    Raises ValueError if there is no drafter or no prompt.
+    """
+    wanted = recipe.evaluation
+    own = Path(recipe.run.folder) / "drafter"
+    reference = draft or (str(own) if (own / "config.json").is_file() else wanted.draft)
+    if not reference:
+        raise ValueError(
+            f"there is no drafter to measure: {own} is not there and the recipe names no"
+            " evaluation.draft; train one, or pass --draft"
+        )
+    if not wanted.prompts:
+        raise ValueError("the recipe names no evaluation.prompts: give it a file of prompts")
+    prompts = read_prompts(Path(wanted.prompts))
+    target, drafter, tokenizer = load_pair(
+        recipe.target, reference, pick_device(device), wanted.dtype
+    )
+    for steps in wanted.num_steps:
+        drafter.config.grid(steps)
+    wrapped = wrap_target(target, drafter.config)
+    arguments: Any = (drafter, wrapped, tokenizer, prompts, wanted, recipe.seed, progress)
+    return {
+        "draft": reference,
+        "target": recipe.target,
+        "prompts": {"file": wanted.prompts, "count": len(prompts)},
+        "settings": dataclasses.asdict(wanted),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "versions": {"torch": torch.__version__},
+        "walk": evaluate_walks(*arguments),
+        "loop": evaluate_loop(*arguments) if loop else [],
+    }
