@@ -1,5 +1,6 @@
 """`flashmap train`: make a drafter's data, train it, and measure it, each by a recipe."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from .output import print_json, results_on_stdout
 train_app = typer.Typer(
     help="Train a drafter by a recipe.", no_args_is_help=True, rich_markup_mode=None
 )
+NEEDED = ("accelerate", "matplotlib")  # what the extra `train` brings
 EXAMPLE = "training/recipes/smollm2-135m.toml"
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a .toml file.")]
@@ -29,6 +31,7 @@ def data(recipe: RecipeFile, set_: Set = None, device: Device = None, json: Json
     earlier run stopped."""
     with results_on_stdout():
         chosen = _recipe(recipe, set_)
+        from flashmap.modeling.target_flashmap import num_embedding_rows
         from flashmap.training.data import DataMaker
         from flashmap.training.report import report_data
         from flashmap.training.setup import pick_device, prepare_target
@@ -36,7 +39,8 @@ def data(recipe: RecipeFile, set_: Set = None, device: Device = None, json: Json
         target, tokenizer = prepare_target(chosen, pick_device(device))
         with _progress() as progress:
             DataMaker(chosen, target, tokenizer, progress).run()
-        found = report_data(Path(chosen.data.folder))
+        vocab_size = num_embedding_rows(target)
+        found = report_data(Path(chosen.data.folder), chosen.target, vocab_size)
     if json:
         print_json(found)
         return
@@ -95,6 +99,12 @@ def evaluate(
 
 
 def _recipe(path: Path, overrides: list[str] | None) -> Any:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"training needs {' and '.join(missing)}, not installed here: pip install"
+            " 'flashmap-hub[train]'"
+        )
     from flashmap.training.recipe import read_recipe
 
     return read_recipe(path, overrides or ())

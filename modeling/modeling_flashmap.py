@@ -42,6 +42,7 @@ from .target_flashmap import (
     weight_dtype,
 )
 
+Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
 __all__ = ["FlashMapCache", "FlashMapDraftModel", "TargetRunner"]
@@ -112,7 +113,7 @@ class FlashMapDraftModel(PreTrainedModel):
         hidden: Tensor = self.head(self.final_adaln(x, final))
         return hidden
 
-    def time_conditioning(self, s: float | Tensor, t: float | Tensor) -> Modulations:
+    def time_conditioning(self, s: Time, t: Time) -> Modulations:
         """Modulations of a jump from `s` to `t`: three (scale, shift, gate) a layer, and the last.
 
         Floats give (1, 1, D) each and are remembered until the weights change; float32 tensors (G)
@@ -142,12 +143,12 @@ class FlashMapDraftModel(PreTrainedModel):
     def _dit_layers(self) -> list[FlashMapLayer]:
         return cast(list[FlashMapLayer], list(self.layers))
 
-    def _modulations(self, s: float | Tensor, t: float | Tensor) -> Modulations:
+    def _modulations(self, s: Time, t: Time) -> Modulations:
         condition = self.time_embed(self._times(s)) + self.jump_embed(self._times(t))
         per_layer = [layer.modulations(condition) for layer in self._dit_layers]
         return per_layer, self.final_adaln.modulation(condition)
 
-    def _times(self, time: float | Tensor) -> Tensor:
+    def _times(self, time: Time) -> Tensor:
         """Times as float32 (G, 1), or (1, 1) for a float."""
         if isinstance(time, Tensor):
             return time.to(device=self.device, dtype=torch.float32).unsqueeze(-1)
@@ -235,13 +236,7 @@ class FlashMapDraftModel(PreTrainedModel):
         state_embeds = state.to(device=embedding.device, dtype=embedding.dtype) @ embedding
         return self.mix_state(posterior_embeds, state_embeds, s, t)
 
-    def mix_state(
-        self,
-        posterior_embeds: Tensor,
-        state_embeds: Tensor,
-        s: float | Tensor,
-        t: float | Tensor,
-    ) -> Tensor:
+    def mix_state(self, posterior_embeds: Tensor, state_embeds: Tensor, s: Time, t: Time) -> Tensor:
         """Norm and add the two projections of a state, unnormed, broadcastable to (B, K, H).
 
         Times are floats, or tensors that broadcast with the projections.

@@ -41,6 +41,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
             "flashmap.pair",
             "flashmap.prompts",
             "flashmap.schedule",
+            "flashmap.vocabulary",
         },
         None,
     ),

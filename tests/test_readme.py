@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[str]:
     """Every flashmap command line that README shows; several may share a line."""
     shown = [part for block in blocks("") for part in re.split(r"\n| {3,}", block)]
-    pattern = r"(?:\.venv/bin/)?(flashmap (?:demo|generate|bench|doctor|release) ?.*)"
+    pattern = r"(?:\.venv/bin/)?(flashmap (?:demo|generate|bench|doctor|release|train) ?.*)"
     return [match[1] for match in (re.fullmatch(pattern, part) for part in shown) if match]
 
 

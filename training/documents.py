@@ -66,6 +66,14 @@ class Documents:
         """Tokens of each document, prompt included, int64 (n)."""
         return self.offsets.diff()
 
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """How often each token comes in the answers of training documents, int64 (V)."""
+        lengths = self.lengths
+        places = torch.arange(len(self.tokens)) - self.offsets[:-1].repeat_interleave(lengths)
+        counted = places >= self.prompt_lengths.repeat_interleave(lengths)
+        counted &= ~self.held_out.repeat_interleave(lengths)
+        return torch.bincount(self.tokens.to(torch.int32)[counted], minlength=vocab_size)
+
     def select(self, chosen: Tensor) -> "Documents":
         """The documents at these indices or under this mask."""
         indices = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen

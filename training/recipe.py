@@ -101,7 +101,8 @@ class RunRecipe:
         clip: largest norm of the gradient.
         average: decay of the running average of the weights, which is what is kept.
         dtype: of weights and activations; float32 masters are kept either way.
-        compile: fuse the vocabulary-sized part of the loss with torch.compile.
+        compile: fuse the target's layers and the vocabulary-sized part of the loss with
+            torch.compile.
         chunk: blocks whose vocabulary-sized tensors are alive at once; 0: all.
         log_every: steps between rows of the log.
         evaluate_every: steps between evaluations on held-out documents.

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from flashmap.vocabulary import FILE, write_draft_vocab
+
 from .data import file_counts
 from .documents import read_documents
 
@@ -13,9 +15,13 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 PICTURE, NUMBERS = "lengths.png", "report.json"
 
 
-def report_data(folder: Path) -> dict[str, Any]:
-    """Describe the documents of `folder`; also written there as report.json and lengths.png."""
+def report_data(folder: Path, target: str, vocab_size: int) -> dict[str, Any]:
+    """Describe the documents of `folder`: numbers in report.json, a picture in lengths.png, and the
+    target's tokens ranked by how often its answers use them in draft_vocab.safetensors."""
     documents = read_documents(folder)
+    counted = documents.answer_counts(vocab_size)
+    about = {"target_model": target, "tokens_seen": str(int(counted.sum()))}
+    write_draft_vocab(folder / FILE, counted, about | {"corpus": "training answers"})
     counts = file_counts(folder)
     answers = (documents.lengths - documents.prompt_lengths).double()
     made = counts["kept"] + counts["duplicates"] + counts["short"]
@@ -41,6 +47,7 @@ def report_data(folder: Path) -> dict[str, Any]:
             for temperature, number in zip(temperatures, numbers, strict=True)
         },
         "seconds": counts.get("seconds", 0.0),
+        "distinct_tokens": int((counted > 0).sum()),
         "picture": str(folder / PICTURE),
     }
     (folder / NUMBERS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

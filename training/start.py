@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from flashmap.pair import load_pair
 from flashmap.prompts import read_prompts
@@ -23,6 +22,8 @@ def start_run(recipe: Recipe, seconds: float, *, cpu: bool, say: Callable[[str],
 
     Raises ValueError for what a user can mend, TrainingError where the run cannot go on.
     """
+    from accelerate import Accelerator  # comes with the extra `train`
+
     accelerator = Accelerator(cpu=cpu)
     documents = read_documents(Path(recipe.data.folder))
     target, tokenizer = prepare_target(recipe, accelerator.device)

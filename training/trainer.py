@@ -12,14 +12,15 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
+from flashmap.modeling.target_flashmap import decoder_layers
 
+from .attention import forwards
 from .blocks import Blocks, Target, draw_blocks
 from .checkpoints import newest_checkpoint, save_checkpoint, seed_of, seeded
 from .documents import Documents
@@ -29,6 +30,9 @@ from .optimizer import Optimizer
 from .recipe import Recipe
 from .setup import make_objective
 from .walk import Walk, walk
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 WARM_UP_STEPS = 3
 HELD_OUT_DOCUMENTS = 64
@@ -59,7 +63,7 @@ class Trainer:
         model: FlashMapDraftModel,
         teacher: FlashMapDraftModel | None,
         documents: Documents,
-        accelerator: Accelerator,
+        accelerator: "Accelerator",
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         run, device = recipe.run, accelerator.device
@@ -79,6 +83,9 @@ class Trainer:
         self.optimizer = Optimizer(model, run)
         self.folder = Path(run.folder)
         self.log = Log(self.folder, accelerator.is_main_process)
+        # One layer is compiled for all. Evaluation, whose shapes vary, does without.
+        self.layers = list(decoder_layers(target.model))
+        self.compiled = [torch.compile(layer.forward) for layer in self.layers if run.compile]
         self.orders: dict[int, Tensor] = {}
         self.inputs: Blocks | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -118,9 +125,10 @@ class Trainer:
 
     def passes(self, blocks: Blocks) -> Result:
         """Forward and backward; gradients are added to what is there."""
-        features, logits = self.target.read(
-            self.model, blocks.ids, logits=self.objective.needs_target_logits
-        )
+        with forwards(self.layers, self.compiled):
+            features, logits = self.target.read(
+                self.model, blocks.ids, logits=self.objective.needs_target_logits
+            )
         result = self.objective(blocks, features, logits)
         (result.loss / self._local_shards()).backward()
         return Result(result.loss.detach(), result.stats.detach())
