@@ -131,7 +131,7 @@ def main() -> None:
         print(f"{name}: {value}")
     fresh = not args.out.exists()
     with args.out.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row))
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
         if fresh:
             writer.writeheader()
         writer.writerow(row)

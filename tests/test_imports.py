@@ -40,6 +40,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
             "flashmap.loops",
             "flashmap.pair",
             "flashmap.prompts",
+            "flashmap.quiet",
             "flashmap.schedule",
             "flashmap.vocabulary",
         },

@@ -67,6 +67,39 @@ def write_texts(
     return texts
 
 
+def walk_texts(
+    drafter: FlashMapDraftModel,
+    target: Target,
+    texts: Sequence[Text],
+    recipe: EvaluationRecipe,
+    temperature: float,
+    seed: int = 0,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[dict[str, Any]]:
+    """A row for every number of jumps and of draws, see `summary`, along texts that the target
+    wrote at `temperature`."""
+    config, rows = drafter.config, []
+    documents = pack(
+        [Document(text.prompt, text.answer, temperature, True) for text in texts], config.vocab_size
+    )
+    settings = [(steps, draws) for steps in recipe.num_steps for draws in recipe.num_draws]
+    for number, (steps, draws) in enumerate(settings):
+        found = walk(
+            drafter,
+            target,
+            documents,
+            temperature=temperature,
+            num_steps=steps,
+            num_draws=draws,
+            seed=seed,
+            max_new_tokens=recipe.max_new_tokens,
+        )
+        row = {"temperature": temperature, "num_steps": steps, "num_draws": draws}
+        rows.append(row | summary(texts, found.lengths, config.block_size))
+        progress(f"walks at temperature {temperature:g}", number + 1, len(settings))
+    return rows
+
+
 def evaluate_walks(
     drafter: FlashMapDraftModel,
     target: Target,
@@ -78,30 +111,18 @@ def evaluate_walks(
 ) -> list[dict[str, Any]]:
     """A row for every temperature, number of jumps and number of draws, see `summary`."""
     rows = []
-    block_size = drafter.config.block_size
-    settings = [(steps, draws) for steps in recipe.num_steps for draws in recipe.num_draws]
     for temperature in recipe.temperatures:
         texts = write_texts(
-            target, tokenizer, prompts, recipe, block_size, temperature, seed, progress
+            target,
+            tokenizer,
+            prompts,
+            recipe,
+            drafter.config.block_size,
+            temperature,
+            seed,
+            progress,
         )
-        documents = pack(
-            [Document(text.prompt, text.answer, temperature, True) for text in texts],
-            drafter.config.vocab_size,
-        )
-        for number, (steps, draws) in enumerate(settings):
-            found = walk(
-                drafter,
-                target,
-                documents,
-                temperature=temperature,
-                num_steps=steps,
-                num_draws=draws,
-                seed=seed,
-                max_new_tokens=recipe.max_new_tokens,
-            )
-            row = {"temperature": temperature, "num_steps": steps, "num_draws": draws}
-            rows.append(row | summary(texts, found.lengths, block_size))
-            progress(f"walks at temperature {temperature:g}", number + 1, len(settings))
+        rows += walk_texts(drafter, target, texts, recipe, temperature, seed, progress)
     return rows
 
 

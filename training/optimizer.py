@@ -1,4 +1,4 @@
-"""AdamW on float32 masters of the drafter's weights, with a running average of them.
+"""AdamW or Muon on float32 masters of the drafter's weights, with a running average of them.
 
 The drafter computes in its own dtype, exactly as it will when it drafts; only its masters are
 float32, since the small steps of training would be rounded away in bfloat16. What is kept of a run
@@ -15,11 +15,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .muon import Muon
 from .recipe import RunRecipe
 
 BETA1 = 0.9
 AVERAGE_WARM_UP = 10  # early on the average covers about this share of the steps so far
-STATE = ("master", "average", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = ("master", "average", "momentum", *MOMENTS)
+HIDDEN, MATRIX, VECTOR = range(3)  # stepped by Muon, by AdamW with decay, by AdamW without
 
 
 class Optimizer:
@@ -30,11 +33,16 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, recipe: RunRecipe) -> None:
         self.recipe = recipe
-        # Matrices decay and come first, vectors do not.
-        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() <= 1)
+        named = sorted(
+            model.named_parameters(), key=lambda pair: _kind(pair[0], pair[1], recipe.optimizer)
+        )
+        kinds = [_kind(name, parameter, recipe.optimizer) for name, parameter in named]
         self.names = [name for name, _ in named]
         self.shapes = [parameter.shape for _, parameter in named]
-        decaying = sum(parameter.numel() for _, parameter in named if parameter.dim() > 1)
+        sizes = [0, 0, 0]
+        for kind, shape in zip(kinds, self.shapes, strict=True):
+            sizes[kind] += shape.numel()
+        self.sizes = sizes
         with torch.no_grad():
             self.weights = torch.cat([parameter.detach().flatten() for _, parameter in named])
         self.slopes = torch.zeros_like(self.weights)
@@ -42,9 +50,11 @@ class Optimizer:
             named, self._views(self.weights), self._views(self.slopes), strict=True
         ):
             parameter.data, parameter.grad = weight, slope
-        self.master = self.weights.float()
+        self.master = self.weights.float().clone()  # float() alone shares float32 weights' memory
         self.average = self.master.clone()
-        self.parts = [self.master[:decaying], self.master[decaying:]]
+        hidden, *self.parts = self.master.split(sizes)
+        shapes = [shape for kind, shape in zip(kinds, self.shapes, strict=True) if kind == HIDDEN]
+        self.muon = Muon(hidden, shapes, recipe.weight_decay)
         groups = zip(self.parts, (recipe.weight_decay, 0.0), strict=True)
         self.adam = torch.optim.AdamW(
             [{"params": [part], "weight_decay": decay} for part, decay in groups],
@@ -76,11 +86,14 @@ class Optimizer:
         """One step along `gradients`, clipped; gives their norm before that."""
         norm = torch.linalg.vector_norm(gradients)
         clipped = gradients * (self.recipe.clip / norm.clamp(min=self.recipe.clip))
-        count = len(self.parts[0])
-        self.parts[0].grad, self.parts[1].grad = clipped[:count], clipped[count:]
+        hidden, *rest = clipped.split(self.sizes)
+        for part, gradient in zip(self.parts, rest, strict=True):
+            part.grad = gradient
         for group in self.adam.param_groups:
             group["lr"] = self.rate(step)
         self.adam.step()
+        if len(hidden):
+            self.muon.step(hidden, self.rate(step))
         kept = min(self.recipe.average, (1 + step) / (AVERAGE_WARM_UP + step))
         self.average.lerp_(self.master, 1.0 - kept)
         self._hand_over(self.master)
@@ -108,20 +121,30 @@ class Optimizer:
         """Everything that a run continues from."""
         moments = [
             torch.cat(
-                [self.adam.state[part].get(name, part.new_zeros(part.shape)) for part in self.parts]
+                [self.adam.state[part].get(name, torch.zeros_like(part)) for part in self.parts]
             )
-            for name in STATE[2:]
+            for name in MOMENTS
         ]
-        return dict(zip(STATE, (self.master, self.average, *moments), strict=True))
+        kept = (self.master, self.average, self.muon.momentum, *moments)
+        return dict(zip(STATE, kept, strict=True))
 
     def load(self, tensors: dict[str, Tensor], step: int) -> None:
         """Continue from `state()` as it was after `step` updates."""
-        self.master.copy_(tensors["master"])
-        self.average.copy_(tensors["average"])
-        count = len(self.parts[0])
-        for part, place in zip(self.parts, (slice(None, count), slice(count, None)), strict=True):
+        for name, kept in zip(STATE, (self.master, self.average, self.muon.momentum), strict=False):
+            kept.copy_(tensors[name])
+        found = {name: tensors[name].split(self.sizes[1:]) for name in MOMENTS}
+        for index, part in enumerate(self.parts):
             self.adam.state[part] = {
                 "step": torch.tensor(float(step), device=part.device),
-                **{name: tensors[name][place].to(part.device).clone() for name in STATE[2:]},
+                **{name: found[name][index].to(part.device).clone() for name in MOMENTS},
             }
         self._hand_over(self.master)
+
+
+def _kind(name: str, parameter: Tensor, optimizer: str) -> int:
+    """How a parameter is stepped. Muon is for matrices that map features to features; those of the
+    time conditioning see one or a few inputs in all, and the outer ones are not hidden."""
+    if parameter.dim() <= 1:
+        return VECTOR
+    hidden = name.startswith("layers.") and "adaln" not in name
+    return HIDDEN if hidden and optimizer == "muon" else MATRIX

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 OBJECTIVES = ("product", "mixture", "flow", "distillation")
+OPTIMIZERS = ("adamw", "muon")
 SLOT_WEIGHTS = ("uniform", "exponential", "d-pace")
 Table = TypeVar("Table")
 
@@ -93,6 +94,7 @@ class RunRecipe:
             process; the loss curve depends on it, not on the number of processes.
         blocks: anchors a document.
         max_length: tokens of a document at most.
+        optimizer: "adamw", or "muon" for the hidden matrices and AdamW for the rest.
         rate: peak learning rate.
         warm_up: share of the steps over which the rate rises.
         final_rate: share of the peak that a cosine ends at.
@@ -118,6 +120,7 @@ class RunRecipe:
     num_shards: int = 1
     blocks: int = 32
     max_length: int = 352
+    optimizer: str = "adamw"
     rate: float = 1e-3
     warm_up: float = 0.04
     final_rate: float = 0.02
@@ -181,6 +184,7 @@ class Recipe:
         data, loss, run = self.data, self.loss, self.run
         _one_of("loss.objective", loss.objective, OBJECTIVES)
         _one_of("loss.slot_weights", loss.slot_weights, SLOT_WEIGHTS)
+        _one_of("run.optimizer", run.optimizer, OPTIMIZERS)
         _one_of("run.dtype", run.dtype, ("float32", "bfloat16"))
         whole: list[tuple[Any, str, str]] = [
             (run, "run", name) for name in ("steps", "batch_size", "num_shards", "blocks")

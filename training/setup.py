@@ -14,6 +14,7 @@ from flashmap.modeling.target_flashmap import (
     text_config,
 )
 from flashmap.pair import load_target, vocabulary_hash
+from flashmap.quiet import quiet
 from flashmap.schedule import jump_times
 
 from .blocks import Target
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES: dict[str, type[Objective]] = {"product": Product, "mixture": Mixture, "flow": Flow}
 NUM_TAPS = 5
+CLOSED = 0.05  # a noise gate smaller than this lets nothing through
 MAX_STEPS = 8  # jumps that a drafter gets grids for
 
 
@@ -108,7 +110,10 @@ def new_drafter(
         folder = Path(run.start)
         if not (folder / "config.json").is_file():
             raise ValueError(f"run.start is {run.start!r}, which holds no drafter (config.json)")
-        drafter = FlashMapDraftModel.from_pretrained(folder)
+        with quiet():
+            drafter = FlashMapDraftModel.from_pretrained(folder)
+        if recipe.loss.objective != "product" and abs(float(drafter.noise_gate)) < CLOSED:
+            torch.nn.init.ones_(drafter.noise_gate)  # what the other objectives read the state by
         _require_same_shape(drafter.config, config, run.start)
     else:
         torch.manual_seed(recipe.seed)
@@ -120,7 +125,8 @@ def new_drafter(
     drafter = drafter.to(**move)
     teacher = None
     if recipe.loss.objective == "distillation" and run.start:
-        teacher = FlashMapDraftModel.from_pretrained(Path(run.start))
+        with quiet():
+            teacher = FlashMapDraftModel.from_pretrained(Path(run.start))
         teacher = teacher.to(**move).eval().requires_grad_(False)
     return drafter, teacher
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 from flashmap.modeling.target_flashmap import decoder_layers
+from flashmap.quiet import quiet
 
 from .attention import forwards
 from .blocks import Blocks, Target, draw_blocks
@@ -293,11 +294,12 @@ class Trainer:
             )
         save_checkpoint(self.folder / "checkpoints", self.recipe, step, state)
         weights = self.optimizer.averages()
-        self.model.save_pretrained(
-            self.folder / "drafter",
-            state_dict={name: weight.to(torch.bfloat16) for name, weight in weights.items()},
-            max_shard_size=self.recipe.run.shard_size,
-        )
+        with quiet():
+            self.model.save_pretrained(
+                self.folder / "drafter",
+                state_dict={name: weight.to(torch.bfloat16) for name, weight in weights.items()},
+                max_shard_size=self.recipe.run.shard_size,
+            )
         self.log.plot()
 
 

@@ -14,6 +14,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from .quiet import quiet
+
 GPT2_PRETOKENIZERS = {
     "smollm": True,
     "gpt-2": False,
@@ -159,9 +161,10 @@ def _write_weights(gguf_file: Path, out: Path, *, tied: bool) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf_file.parent), gguf_file=gguf_file.name, dtype=torch.float32
-    )
+    with quiet(bars=True):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf_file.parent), gguf_file=gguf_file.name, dtype=torch.float32
+        )
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous().clone()
         for name, tensor in sorted(model.state_dict().items())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import CONFIG, read_json, require_all_loaded, require_finite, weight_files
+from .quiet import quiet
 from .references import drafter_folder, target_folder
 
 if TYPE_CHECKING:
@@ -219,19 +220,6 @@ def _from_pretrained(auto_class: Any, folder: Path, *, strict: bool, **arguments
     return model
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from logging what it misses or guesses: we refuse it, in one message."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
 def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
@@ -246,7 +234,7 @@ def _told(found: str, advice: str = MEND) -> Iterator[None]:
     """Turn whatever transformers raises within into one ValueError: ``found``, the reason,
     ``advice``."""
     try:
-        with _quiet():
+        with quiet(bars=True):
             yield
         return
     except Exception as error:  # noqa: BLE001 - a damaged file can make it raise anything
