@@ -8,7 +8,8 @@ Legend: B prompts, P padded prompt length, T positions of the cache, V vocabular
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -88,14 +89,27 @@ class GenerateDecoder:
             for place, row in enumerate(rows):
                 padded[place, width - len(prompts[row]) :] = torch.tensor(prompts[row])
                 visible[place, width - len(prompts[row]) :] = 1
-            out: Any = self.target.generate(  # type: ignore[operator]
-                padded.to(self.target.device),
-                attention_mask=visible.to(self.target.device),
-                generation_config=self._settings(temperature, min_p, max_new),
-            )
+            with self._bare():
+                out: Any = self.target.generate(  # type: ignore[operator]
+                    padded.to(self.target.device),
+                    attention_mask=visible.to(self.target.device),
+                    generation_config=self._settings(temperature, min_p, max_new),
+                )
             for row, tokens in zip(rows, out[:, width:].cpu().tolist(), strict=True):
                 answers[row] = _until_stop(tokens, set(self.stops))
         return answers
+
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Set the target's own settings (penalties, top-k) aside: `generate` would fill ours up
+        with them, and speculative decoding has none."""
+        own: Any = self.target.generation_config
+        config: Any = GenerationConfig  # untyped in some versions
+        self.target.generation_config = config()
+        try:
+            yield
+        finally:
+            self.target.generation_config = own
 
     def _settings(self, temperature: float, min_p: float, max_new: int | None) -> GenerationConfig:
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": min_p or None}

@@ -90,7 +90,7 @@ def walk(
         temperature: 0 for greedy texts.
         num_steps: jumps a draft; None takes the drafter's configuration.
         num_draws: noise draws whose mixture is the proposal.
-        seed: of the noise and of what is accepted.
+        seed: of what is accepted; text i draws the noise of seed + i.
         max_new_tokens: where to stop in longer answers; the round that crosses it counts in full,
             as in the real loop. None: at the end of each answer, which cuts its last round short.
     """
@@ -99,10 +99,20 @@ def walk(
     drafted: set[int] = set()
     spoken: set[int] = set()
     grid = drafter.config.grid(num_steps)
+    device = target.embedding.device
+    seeds, coins = seed + torch.arange(len(documents)), seeded(seed, device)
     for rows in order.split(TEXTS_AT_ONCE):
         chosen = documents.select(rows)
         walker = _Walker(
-            drafter, target, chosen, temperature, grid, num_draws, seed, max_new_tokens
+            drafter,
+            target,
+            chosen,
+            temperature,
+            grid,
+            num_draws,
+            seeds[rows],
+            coins,
+            max_new_tokens,
         )
         for active, accepted, first, wanted in walker.rounds():
             for row, length in zip(rows[active].tolist(), accepted, strict=True):
@@ -123,7 +133,8 @@ class _Walker:
         temperature: float,
         grid: list[float],
         num_draws: int,
-        seed: int,
+        seeds: Tensor,
+        coins: torch.Generator,
         max_new_tokens: int | None,
     ) -> None:
         device = target.embedding.device
@@ -136,8 +147,7 @@ class _Walker:
         self.last = self.ends - 1
         if max_new_tokens is not None:
             self.last = torch.minimum(self.last, self.anchors + max_new_tokens - 1)
-        self.seeds = seed + torch.arange(len(documents), device=device)
-        self.coins = seeded(seed, device)
+        self.seeds, self.coins = seeds.to(device), coins
         length = int(documents.lengths.max())
         self.ids = torch.zeros(len(documents), length, dtype=torch.long, device=device)
         for row, (start, end) in enumerate(pairwise(documents.offsets.tolist())):

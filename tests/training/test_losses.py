@@ -117,18 +117,14 @@ def test_soft_cross_entropy_weighs_every_token_by_its_wanted_probability() -> No
         losses.soft_cross_entropy(logits, wanted), slotwise(soft_cross_entropy, logits, wanted)
     )
     found = gradient(lambda x: losses.soft_cross_entropy(x, wanted), logits)
-    assert_near(
-        found, differences(lambda x: slotwise(soft_cross_entropy, x, wanted), logits), 1e-5
-    )
+    assert_near(found, differences(lambda x: slotwise(soft_cross_entropy, x, wanted), logits), 1e-5)
     assert_near(found, torch.softmax(logits, dim=-1) - wanted)
 
 
 def test_soft_cross_entropy_against_one_token_is_its_cross_entropy() -> None:
     logits, wanted = normal(BLOCKS, SLOTS, VOCAB), tokens(BLOCKS, SLOTS)
     onehot = torch.nn.functional.one_hot(wanted, VOCAB)
-    assert_near(
-        losses.soft_cross_entropy(logits, onehot), slotwise(cross_entropy, logits, wanted)
-    )
+    assert_near(losses.soft_cross_entropy(logits, onehot), slotwise(cross_entropy, logits, wanted))
 
 
 def test_total_variation_is_what_verification_rejects() -> None:
@@ -205,7 +201,7 @@ def test_d_pace_weights_carry_no_gradient() -> None:
 
 
 def log_q(logits: Tensor, sequence: Tensor) -> Tensor:
-    """log q_m,k(y_k), float64 (G, M, K), of logits (G, M, K, V) and tokens (G, K)."""
+    """Log q_m,k(y_k), float64 (G, M, K), of logits (G, M, K, V) and tokens (G, K)."""
     picked = sequence[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
     return torch.log_softmax(logits, dim=-1).gather(3, picked)[..., 0]
 

@@ -47,7 +47,7 @@ def test_greedy_lengths_are_those_of_the_loop(num_steps: int, seed: int) -> None
     target, model, reader = models(seed)
     found, limit = [], 14
     for prompt in PROMPTS:
-        text, _ = loop(model, target, prompt, max_new_tokens=limit + BLOCK + 1)
+        text = toys.greedy(target, prompt, limit + BLOCK + 1)
         _, wanted = loop(
             model, target, prompt, max_new_tokens=limit, num_steps=num_steps, seed=seed
         )
@@ -68,7 +68,7 @@ def test_texts_side_by_side_are_walked_as_if_each_were_alone() -> None:
     with torch.no_grad():
         model.noise_gate.zero_()  # which noise a text gets does not matter
     for prompt, size in zip(PROMPTS, (9, 17, 4, 2, 13, 6), strict=True):
-        text, _ = loop(model, target, prompt, max_new_tokens=size)
+        text = toys.greedy(target, prompt, size)
         documents.append(Document(prompt[0].tolist(), text, 0.0, False))
         alone += walk(model, reader, one(prompt, text), temperature=0.0).lengths
     assert walk(model, reader, pack(documents, VOCAB), temperature=0.0).lengths == alone
@@ -79,7 +79,7 @@ def test_texts_side_by_side_are_walked_as_if_each_were_alone() -> None:
 def test_the_round_that_crosses_the_limit_counts_in_full(limit: int) -> None:
     target, model, reader = models()
     for prompt in PROMPTS:
-        text, _ = loop(model, target, prompt, max_new_tokens=limit + BLOCK + 1)
+        text = toys.greedy(target, prompt, limit + BLOCK + 1)
         _, wanted = loop(model, target, prompt, max_new_tokens=limit, seed=0)
         found = walk(
             model, reader, one(prompt, text), temperature=0.0, max_new_tokens=limit
@@ -91,7 +91,7 @@ def test_the_round_that_crosses_the_limit_counts_in_full(limit: int) -> None:
 def test_without_a_limit_the_answers_end_cuts_the_last_round() -> None:
     target, model, reader = models()
     for prompt, size in itertools.product(PROMPTS, (2, 5, 9)):
-        text, _ = loop(model, target, prompt, max_new_tokens=size)
+        text = toys.greedy(target, prompt, size)
         lengths = walk(model, reader, one(prompt, text), temperature=0.0).lengths[0]
         assert sum(lengths) == size - 1  # the prompt's pass committed the first
         _, wanted = loop(model, target, prompt, max_new_tokens=size, seed=0)
@@ -101,7 +101,7 @@ def test_without_a_limit_the_answers_end_cuts_the_last_round() -> None:
 
 def test_an_end_token_ends_the_last_round_as_in_the_loop() -> None:
     found = 0
-    for seed, prompt in itertools.product(range(3), PROMPTS):
+    for seed, prompt in itertools.product(range(2), PROMPTS):
         target, model, reader = models(seed)
         stop = {"stop_token_ids": [0], "max_new_tokens": 30, "seed": 0}
         text, wanted = loop(model, target, prompt, **stop)
@@ -113,7 +113,7 @@ def test_an_end_token_ends_the_last_round_as_in_the_loop() -> None:
 
 def test_first_tokens_drafted_and_real_are_counted() -> None:
     target, model, reader = models(vocab=7)
-    text, _ = loop(model, target, PROMPTS[0], max_new_tokens=20)
+    text = toys.greedy(target, PROMPTS[0], 20)
     document = one(PROMPTS[0], text, 7)
     result = walk(model, reader, document, temperature=0.0)
     places = [1 + sum(result.lengths[0][:i]) for i in range(result.num_rounds)]
@@ -215,20 +215,8 @@ def test_sampled_texts_accept_what_counting_up_all_blocks_says(
         assert abs(float(chosen.mean()) - exact) < 4.0 * error, (anchor, exact)
 
 
-def test_more_texts_than_are_walked_at_once_give_the_same_mean(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every text needs coins of its own, in whichever group it is walked."""
-    tables, count = Tables(1), 40 * walking.TEXTS_AT_ONCE
-    patch_jumps(monkeypatch, tables)
-    texts = [text for text in tables.samples(3 * count, BLOCK + 2, 1.0) if text[0] == 1][:count]
-    found = walk_tables(tables, texts, 1.0, 1).lengths
-    lengths = torch.tensor([rounds[0] for rounds in found], dtype=torch.float64)
-    error = float(lengths.std()) / math.sqrt(len(lengths))
-    assert abs(float(lengths.mean()) - 1.0 - tables.exact(1, 1.0)) < 4.0 * error
-
-
 def test_no_group_of_texts_repeats_the_coins_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of a mean over many groups would not shrink otherwise."""
     tables, size = Tables(1, scale=2.0), walking.TEXTS_AT_ONCE
     patch_jumps(monkeypatch, tables)
     text = tables.samples(1, BLOCK + 2, 1.0)[0]
@@ -240,7 +228,7 @@ def test_no_group_of_texts_repeats_the_coins_of_another(monkeypatch: pytest.Monk
 def test_no_group_of_texts_repeats_the_noise_of_another() -> None:
     target, model, reader = models()
     size = walking.TEXTS_AT_ONCE
-    text, _ = loop(model, target, PROMPTS[0], max_new_tokens=BLOCK + 2)
+    text = toys.greedy(target, PROMPTS[0], BLOCK + 2)
     documents = pack([Document(PROMPTS[0][0].tolist(), text, 0.0, False)] * 2 * size, VOCAB)
     found = walk(model, reader, documents, temperature=0.0, max_new_tokens=2).lengths
     assert len({rounds[0] for rounds in found}) > 1
@@ -251,11 +239,11 @@ def test_a_texts_noise_does_not_depend_on_the_texts_beside_it() -> None:
     """The text with index i draws from the seed `seed` + i, so that the loop can repeat it."""
     target, model, reader = models()
     documents, wanted = [], []
-    for row, (prompt, size) in enumerate(zip(PROMPTS, (9, 17, 5, 12, 7, 20), strict=True)):
-        text, _ = loop(model, target, prompt, max_new_tokens=size + BLOCK + 1)
+    for row, (prompt, size) in enumerate(zip(PROMPTS, (13, 21, 12, 16, 14, 24), strict=True)):
+        text = toys.greedy(target, prompt, size)
         documents.append(Document(prompt[0].tolist(), text, 0.0, False))
         _, lengths = loop(model, target, prompt, max_new_tokens=8, seed=40 + row)
-        wanted.append(lengths if size + BLOCK + 1 >= 8 + BLOCK else None)
+        wanted.append(lengths)
     found = walk(
         model, reader, pack(documents, VOCAB), temperature=0.0, seed=40, max_new_tokens=8
     ).lengths
@@ -268,7 +256,7 @@ def test_a_texts_noise_does_not_depend_on_the_texts_beside_it() -> None:
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_sampled_acceptance_agrees_with_the_loops(num_steps: int) -> None:
     target, model, reader = models(2, vocab=5)
-    prompt, limit, count = PROMPTS[2], 8, 120
+    prompt, limit, count = PROMPTS[2], 8, 60
     with torch.no_grad():
         target.lm_head.weight.mul_(0.5)
     documents, real = [], []
@@ -282,7 +270,7 @@ def test_sampled_acceptance_agrees_with_the_loops(num_steps: int) -> None:
         documents.append(Document(prompt[0].tolist(), text, 1.0, False))
         real.append(ends[rounds - 1] / rounds)
     means = []
-    for seed in range(6):  # the same texts with other noise and coins
+    for seed in range(4):  # the same texts with other noise and coins
         found = walk(
             model, reader, pack(documents, 5), temperature=1.0, num_steps=num_steps,
             seed=1000 * (seed + 1), max_new_tokens=limit,
