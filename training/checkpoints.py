@@ -53,7 +53,7 @@ def newest_checkpoint(folder: Path, recipe: Recipe) -> tuple[int, dict[str, Tens
     if not folder.is_dir():
         return None
     for left in folder.glob(".step-*.part"):
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)  # another process may do so too
     steps = _steps(folder)
     if not steps:
         return None

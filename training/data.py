@@ -83,7 +83,13 @@ class DataMaker:
             self._user_files()
             return
         requests = [Request(**row) for row in self._stage("requests", self._requests)]
-        for number, (width, group) in enumerate(self._groups(requests)):
+        groups = list(self._groups(requests))
+        if not groups:
+            raise ValueError(
+                f"none of {len(requests)} requests has at most data.max_prompt_tokens ="
+                f" {self.data.max_prompt_tokens} tokens with the chat template: allow more."
+            )
+        for number, (width, group) in enumerate(groups):
             path = document_file(self.folder, number)
             if not path.is_file():
                 self._answer_file(path, number, width, group, len(requests))
@@ -114,8 +120,11 @@ class DataMaker:
             "data": {
                 name: value
                 for name, value in dataclasses.asdict(self.data).items()
-                if name not in ("folder", "batch_size")
+                if name != "folder"
             },
+            # They decide which requests are left out, and where texts are cut.
+            "evaluation.prompts": self.recipe.evaluation.prompts,
+            "run.max_length": self.recipe.run.max_length if self.data.files else None,
         }
         text = json.dumps(asked, indent=2, sort_keys=True, default=list)
         if path.is_file() and path.read_text(encoding="utf-8") != text:

@@ -41,7 +41,7 @@ class Result(NamedTuple):
         loss: to be minimised, per valid slot.
         stats: float32 (3): mean cross-entropy of a valid slot, leading tokens a block that equal
             the document's where each slot takes its likeliest, and leading tokens that sampling at
-            temperature 1 would accept (NaN where the target's distribution is not at hand).
+            temperature 1 would accept (-1 where the target's distribution is not at hand).
     """
 
     loss: Tensor
@@ -172,9 +172,8 @@ class Objective(ABC):
 def statistics(nll_GK: Tensor, right_GK: Tensor, valid_GK: Tensor, tv_GK: Tensor | None) -> Tensor:
     """Sums over blocks of what `Result.stats` is made of."""
     accepted = (1.0 - tv_GK) * valid_GK if tv_GK is not None else None
-    sampled = losses.leading(accepted).sum() if accepted is not None else nll_GK.new_tensor(0.0)
-    if tv_GK is None:
-        sampled = sampled * float("nan")
+    unknown = nll_GK.new_full((), -float(len(nll_GK)))
+    sampled = unknown if accepted is None else losses.leading(accepted).sum()
     found = [(nll_GK * valid_GK).sum(), losses.leading(right_GK & valid_GK).sum(), sampled]
     return torch.stack([value.detach().float() for value in found])
 

@@ -16,6 +16,47 @@ OBJECTIVES = ("product", "mixture", "flow", "distillation")
 OPTIMIZERS = ("adamw", "muon")
 SLOT_WEIGHTS = ("uniform", "exponential", "d-pace")
 Table = TypeVar("Table")
+INF, TINY = float("inf"), 1e-12
+# Least and largest value of every number, or of every number in a list.
+RANGES: dict[tuple[str, str], tuple[float, float]] = {
+    ("data", "num_prompts"): (0, INF),
+    ("data", "num_own_prompts"): (0, INF),
+    ("data", "num_passages"): (0, INF),
+    ("data", "held_out_share"): (0, 1),
+    ("data", "max_prompt_tokens"): (1, INF),
+    ("data", "max_new_tokens"): (1, INF),
+    ("data", "batch_size"): (1, INF),
+    ("loss", "cross_entropy"): (0, INF),
+    ("loss", "total_variation"): (0, INF),
+    ("loss", "decay"): (TINY, INF),
+    ("loss", "confidence"): (0, 1),
+    ("loss", "num_draws"): (1, INF),
+    ("loss", "diagonal_share"): (0, 1),
+    ("loss", "boundary_share"): (0, 1),
+    ("loss", "uniform_times"): (0, 1),
+    ("run", "steps"): (1, INF),
+    ("run", "batch_size"): (1, INF),
+    ("run", "num_shards"): (1, INF),
+    ("run", "blocks"): (1, INF),
+    ("run", "max_length"): (2, INF),
+    ("run", "rate"): (TINY, INF),
+    ("run", "warm_up"): (0, 1),
+    ("run", "final_rate"): (0, 1),
+    ("run", "weight_decay"): (0, INF),
+    ("run", "beta2"): (0, 1 - TINY),
+    ("run", "clip"): (TINY, INF),
+    ("run", "average"): (0, 1),
+    ("run", "chunk"): (0, INF),
+    ("run", "log_every"): (1, INF),
+    ("run", "evaluate_every"): (1, INF),
+    ("run", "save_every"): (0, INF),
+    ("run", "collapse_after"): (0, INF),
+    ("evaluation", "max_new_tokens"): (1, INF),
+    ("evaluation", "temperatures"): (0, INF),
+    ("evaluation", "num_steps"): (1, INF),
+    ("evaluation", "num_draws"): (1, INF),
+    ("evaluation", "samples"): (1, INF),
+}
 
 
 @dataclass(frozen=True)
@@ -181,36 +222,22 @@ class Recipe:
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     def __post_init__(self) -> None:
-        data, loss, run = self.data, self.loss, self.run
+        data, loss, run, evaluation = self.data, self.loss, self.run, self.evaluation
         _one_of("loss.objective", loss.objective, OBJECTIVES)
         _one_of("loss.slot_weights", loss.slot_weights, SLOT_WEIGHTS)
         _one_of("run.optimizer", run.optimizer, OPTIMIZERS)
         _one_of("run.dtype", run.dtype, ("float32", "bfloat16"))
-        whole: list[tuple[Any, str, str]] = [
-            (run, "run", name) for name in ("steps", "batch_size", "num_shards", "blocks")
-        ]
-        whole += [(data, "data", name) for name in ("max_prompt_tokens", "max_new_tokens")]
-        whole += [(data, "data", "batch_size"), (loss, "loss", "num_draws")]
-        whole += [(run, "run", name) for name in ("log_every", "evaluate_every", "max_length")]
-        for table, label, name in whole:
-            _require(
-                f"{label}.{name}", getattr(table, name), getattr(table, name) >= 1, "at least 1"
-            )
-        shares: list[tuple[Any, str, str]] = [
-            (data, "data", "held_out_share"),
-            (run, "run", "warm_up"),
-        ]
-        shares += [(loss, "loss", "diagonal_share"), (loss, "loss", "boundary_share")]
-        shares += [(loss, "loss", "uniform_times"), (loss, "loss", "confidence")]
-        for table, label, name in shares:
-            value = getattr(table, name)
-            _require(f"{label}.{name}", value, 0.0 <= value <= 1.0, "between 0 and 1")
+        for (table, name), (least, most) in RANGES.items():
+            value = getattr(getattr(self, table), name)
+            for one in value if isinstance(value, tuple) else [value]:
+                _require(f"{table}.{name}", value, least <= one <= most, _rule(least, most))
+        for name in ("num_steps", "num_draws", "temperatures"):
+            listed = getattr(evaluation, name)
+            _require(f"evaluation.{name}", listed, len(listed) > 0, "at least one value")
         total = loss.diagonal_share + loss.boundary_share
         _require("loss.diagonal_share + loss.boundary_share", total, total <= 1.0, "at most 1")
         weights = (loss.cross_entropy, loss.total_variation)
-        valid = min(weights) >= 0.0 and max(weights) > 0.0
-        _require("loss.cross_entropy and total_variation", weights, valid, "0 or more, not both 0")
-        _require("run.rate", run.rate, run.rate > 0.0, "above 0")
+        _require("loss.cross_entropy and total_variation", weights, max(weights) > 0, "not both 0")
         even = run.batch_size % run.num_shards == 0
         _require("run.batch_size", run.batch_size, even, f"a multiple of {run.num_shards} shards")
         _check_temperatures(data.temperatures)
@@ -311,6 +338,12 @@ def _check_temperatures(shares: Mapping[str, float]) -> None:
         bool(numbers) and valid and sum(share for _, share in numbers) > 0.0,
         'temperatures and their shares, such as {"0" = 0.5, "1" = 0.5}',
     )
+
+
+def _rule(least: float, most: float) -> str:
+    if most < INF:
+        return f"between {least:g} and {most:g}"
+    return {TINY: "above 0", 0: "0 or more"}.get(least, f"at least {least:g}")
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:

@@ -19,6 +19,11 @@ def report_data(folder: Path, target: str, vocab_size: int) -> dict[str, Any]:
     """Describe the documents of `folder`: numbers in report.json, a picture in lengths.png, and the
     target's tokens ranked by how often its answers use them in draft_vocab.safetensors."""
     documents = read_documents(folder)
+    if not len(documents):
+        raise ValueError(
+            f"{folder} holds files without a document: every answer was too short or there before;"
+            " remove it, and give other data."
+        )
     counted = documents.answer_counts(vocab_size)
     about = {"target_model": target, "tokens_seen": str(int(counted.sum()))}
     write_draft_vocab(folder / FILE, counted, about | {"corpus": "training answers"})

@@ -112,7 +112,7 @@ def new_drafter(
             raise ValueError(f"run.start is {run.start!r}, which holds no drafter (config.json)")
         with quiet():
             drafter = FlashMapDraftModel.from_pretrained(folder)
-        if recipe.loss.objective != "product" and abs(float(drafter.noise_gate)) < CLOSED:
+        if recipe.loss.objective != "product" and abs(drafter.noise_gate.item()) < CLOSED:
             torch.nn.init.ones_(drafter.noise_gate)  # what the other objectives read the state by
         _require_same_shape(drafter.config, config, run.start)
     else:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 3
 HELD_OUT_DOCUMENTS = 64
+ROWS, NUM_VALUES = "rows", 5  # loss, cross-entropy, two lengths and the gradient's norm of a step
 ANCHORS, NOISE = 1, 2  # what a step's random numbers are for
 
 
@@ -88,6 +89,7 @@ class Trainer:
         self.layers = list(decoder_layers(target.model))
         self.compiled = [torch.compile(layer.forward) for layer in self.layers if run.compile]
         self.orders: dict[int, Tensor] = {}
+        self.rows: list[Tensor] = []
         self.inputs: Blocks | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Result | None = None
@@ -192,62 +194,67 @@ class Trainer:
         number of steps done."""
         run, started = self.recipe.run, time.monotonic()
         step: int = self._resume()
-        saved, since, rows = started, step, []
-        clock = started
-        while step < run.steps and time.monotonic() - started < seconds:
+        saved = clock = started
+        (over,) = self._agreed(seconds <= 0)
+        if over:
+            self.save(step)
+        while step < run.steps and not over:
             values, norm = self.step(step)
-            rows.append(torch.cat((values, norm[None])))
+            self.rows.append(torch.cat((values, norm[None])))
             step += 1
             last = step == run.steps
             if step % run.log_every == 0 or last:
-                means = torch.stack(rows).mean(dim=0).tolist()
                 now = time.monotonic()
-                self._record(step, means, step - since, now - clock)
-                clock, since, rows = now, step, []
+                self._record(step, now - clock)
+                clock = now
             if step % run.evaluate_every == 0 or last:
                 self._evaluate(step)
-            if self._same(time.monotonic() - saved > run.save_every) or last:
+            now = time.monotonic()
+            due, over = self._agreed(now - saved > run.save_every, now - started >= seconds)
+            if due or last or over:
                 self.save(step)
                 saved = time.monotonic()
-        if step < run.steps:
-            self.save(step)
         return step
 
-    def _same(self, answer: bool) -> bool:
-        """The first process's answer, in all of them: their clocks differ."""
+    def _agreed(self, *answers: bool) -> list[bool]:
+        """Whether any process says so, the same in all of them: their clocks differ."""
         if self.accelerator.num_processes == 1:
-            return answer
-        flag = torch.tensor([float(answer)], device=self.accelerator.device)
-        total = self.accelerator.reduce(flag, "sum")
-        return bool(total.item() > 0)
+            return list(answers)
+        flags = torch.tensor([float(answer) for answer in answers], device=self.accelerator.device)
+        total = self.accelerator.reduce(flags, "sum")
+        return [count > 0 for count in total.tolist()]
 
     def _resume(self) -> int:
         found = newest_checkpoint(self.folder / "checkpoints", self.recipe)
         step = 0
         if found is not None:
             step, tensors = found
+            self.rows = list(tensors.pop(ROWS).to(self.accelerator.device))
             self.optimizer.load(tensors, step)
             self.report(f"going on from step {step}")
         self.log.forget_after(step)
         return step
 
-    def _record(self, step: int, means: list[float], steps: int, seconds: float) -> None:
-        loss, nll, greedy, sampled, norm = means
+    def _record(self, step: int, seconds: float) -> None:
+        """Log the means since the last row; `seconds` is how long they took in this process."""
+        count = len(self.rows)
+        loss, nll, greedy, sampled, norm = torch.stack(self.rows).mean(dim=0).tolist()
+        self.rows = []
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainingError(
-                f"the loss is {loss} and the gradient's norm {norm} between steps {step - steps}"
+                f"the loss is {loss} and the gradient's norm {norm} between steps {step - count}"
                 f" and {step}. The last good state is in {self.folder / 'checkpoints'}: continue"
                 " from it with a lower run.rate or run.clip."
             )
         run, block = self.recipe.run, self.model.config.block_size
-        slots = steps * run.batch_size * run.blocks * self.objective.num_draws * block
+        slots = count * run.batch_size * run.blocks * self.objective.num_draws * block
         self.log.add(
             {
                 "step": step,
                 "loss": loss,
                 "cross_entropy": nll,
                 "leading_greedy": greedy,
-                "leading_sampled": sampled if math.isfinite(sampled) else None,
+                "leading_sampled": sampled if sampled >= 0 else None,
                 "gradient_norm": norm,
                 "rate": self.optimizer.rate(step - 1),
                 "slots_per_second": slots / seconds,
@@ -292,6 +299,8 @@ class Trainer:
                 f"the weights are not finite at step {step}. The last good state is in"
                 f" {self.folder / 'checkpoints'}: continue from it with a lower run.rate."
             )
+        # Steps that no row of the log covers yet go along.
+        state[ROWS] = torch.stack(self.rows) if self.rows else torch.zeros(0, NUM_VALUES)
         save_checkpoint(self.folder / "checkpoints", self.recipe, step, state)
         weights = self.optimizer.averages()
         with quiet():

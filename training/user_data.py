@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ def read_user_documents(
     except OSError as error:
         raise ValueError(f"data.files: {path} cannot be read: {error}") from error
     with lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(_decoded(lines, path), 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
@@ -36,6 +36,13 @@ def read_user_documents(
             digest = hashlib.sha256(line.strip().encode()).digest()[:8]
             held_out = int.from_bytes(digest) < held_out_share * 2**64
             yield from _documents(row, tokenizer, max_length, held_out, where)
+
+
+def _decoded(lines: Iterable[str], path: Path) -> Iterator[str]:
+    try:
+        yield from lines
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.files: {path} is not UTF-8 text ({error})") from error
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
@@ -66,16 +73,25 @@ def _documents(
 
 def _conversation(messages: Any, tokenizer: Any, where: str) -> tuple[list[int], list[int]]:
     """Token ids up to the assistant's last message, and of that message with its end."""
-    if not isinstance(messages, list) or not messages or messages[-1].get("role") != "assistant":
-        raise ValueError(f"{where}: messages must be a list that ends with the assistant's")
+    turns = messages if isinstance(messages, list) else []
+    whole = all(
+        isinstance(turn, dict)
+        and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+        for turn in turns
+    )
+    if not turns or not whole or turns[-1]["role"] != "assistant":
+        raise ValueError(
+            f'{where}: messages must be a list of {{"role": "...", "content": "..."}} that ends'
+            " with the assistant's"
+        )
     if not tokenizer.chat_template:
         raise ValueError(f"{where}: messages need a chat template, and the target has none")
     before = tokenizer.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True
     )
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    if not whole.startswith(before):
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not text.startswith(before):
         raise ValueError(f"{where}: the chat template does not continue the conversation")
     prompt = tokenizer(before, add_special_tokens=False)["input_ids"]
-    answer = tokenizer(whole[len(before) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
+    answer = tokenizer(text[len(before) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
     return prompt, answer

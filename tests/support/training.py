@@ -69,9 +69,7 @@ def random_documents(count: int = 22, held_out: int = 4, vocab: int = toys.VOCAB
         Document(tokens(2 + index % 4), tokens(5 + index % 9), float(index % 2), index < held_out)
         for index in range(count)
     ]
-    rows = [
-        Document(row.prompt, row.answer, 0.0, True) if row.held_out else row for row in rows
-    ]
+    rows = [Document(row.prompt, row.answer, 0.0, True) if row.held_out else row for row in rows]
     return pack(rows, vocab)
 
 
@@ -114,9 +112,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "log.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     clock = "slots_per_second"
-    return [
-        {key: row[key] for key in row if key != clock} for row in rows if "loss" in row
-    ]
+    return [{key: row[key] for key in row if key != clock} for row in rows if "loss" in row]
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -228,5 +228,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_recipe_made_in_python_is_checked_too() -> None:
-    with pytest.raises(ValueError, match="run.batch_size"):
+    with pytest.raises(ValueError, match=r"run\.batch_size"):
         Recipe("toy", run=RunRecipe(batch_size=5, num_shards=2))
