@@ -18,6 +18,7 @@ from .options import (
     Dtype,
     Json,
     MaxNewTokens,
+    NumDraws,
     NumSteps,
     Target,
     Temperature,
@@ -38,6 +39,7 @@ def bench(
     max_new_tokens: MaxNewTokens = 128,
     repeats: Annotated[int, typer.Option(help="Runs of each prompt; the median time counts.")] = 1,
     num_steps: NumSteps = None,
+    num_draws: NumDraws = 1,
     dtype: Dtype = "auto",
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt; the next has one more.")] = 0,
@@ -57,7 +59,13 @@ def bench(
 
         target_model, draft_model, tokenizer = load_pair(target, draft, device, dtype)
         settings = Settings(
-            max_new_tokens, temperature, num_steps, repeats, seed, raw=not tokenizer.chat_template
+            max_new_tokens,
+            temperature,
+            num_steps,
+            num_draws,
+            repeats,
+            seed,
+            raw=not tokenizer.chat_template,
         )
         protocol = _protocol(target, draft, prompts, len(rows_of_file), settings, target_model)
         if not json:
@@ -96,6 +104,7 @@ def _protocol(
         "temperature": settings.temperature,
         "max_new_tokens": settings.max_new_tokens,
         "num_steps": settings.num_steps,
+        "num_draws": settings.num_draws,
         "repeats": settings.repeats,
         "seed": settings.seed,
         "dtype": str(target_model.dtype).removeprefix("torch."),

@@ -34,6 +34,11 @@ class Decoded:
         """Rate of the returned tokens."""
         return len(self.token_ids) / self.seconds
 
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens committed a verification pass; 0.0 if none ran."""
+        return sum(self.acceptance_lengths) / max(len(self.acceptance_lengths), 1)
+
 
 def decode_with_drafter(
     target: Any,
@@ -45,8 +50,10 @@ def decode_with_drafter(
     num_steps: int | None = None,
     seed: int | None = None,
     streamer: Any = None,
+    **options: Any,
 ) -> Decoded:
-    """Continue ``input_ids`` (1, P) with FlashMap. Raises ValueError for arguments out of range."""
+    """Continue ``input_ids`` (1, P) with FlashMap; ``options`` are num_draws, top_k, top_p, min_p.
+    Raises ValueError for arguments out of range."""
     start = _now(target)
     out = draft.spec_generate(
         target,
@@ -56,6 +63,7 @@ def decode_with_drafter(
         num_steps=num_steps,
         seed=seed,
         streamer=streamer,
+        **options,
     )
     seconds = _now(target) - start
     new_ids = out.sequences[0, input_ids.shape[1] :].tolist()

@@ -12,9 +12,13 @@ from .options import (
     Dtype,
     Json,
     MaxNewTokens,
+    MinP,
+    NumDraws,
     NumSteps,
     Target,
     Temperature,
+    TopK,
+    TopP,
     check_numbers,
 )
 from .output import print_json, results_on_stdout
@@ -30,7 +34,11 @@ def generate(
     draft: Draft,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     num_steps: NumSteps = None,
+    num_draws: NumDraws = 1,
     seed: Annotated[
         int | None,
         typer.Option(help="Makes sampling repeatable [default: random].", show_default=False),
@@ -68,12 +76,14 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             num_steps=num_steps,
+            num_draws=num_draws,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             seed=seed,
             streamer=streamer,
         )
     text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
-    passes = len(result.acceptance_lengths)
-    acceptance_length = sum(result.acceptance_lengths) / max(passes, 1)
     if json:
         print_json(
             {
@@ -82,7 +92,7 @@ def generate(
                 "token_ids": result.token_ids,
                 "num_new_tokens": len(result.token_ids),
                 "acceptance_lengths": result.acceptance_lengths,
-                "acceptance_length": acceptance_length,
+                "acceptance_length": result.acceptance_length,
                 "seconds": result.seconds,
                 "tokens_per_second": result.tokens_per_second,
                 "seed": result.seed,
@@ -97,6 +107,6 @@ def generate(
     print(
         f"{len(result.token_ids)} tokens in {result.seconds:.2f} s, "
         f"{result.tokens_per_second:.1f} tokens/s, "
-        f"{acceptance_length:.2f} tokens a verification pass, seed {result.seed}",
+        f"{result.acceptance_length:.2f} tokens a verification pass, seed {result.seed}",
         file=sys.stderr,
     )

@@ -28,6 +28,7 @@ class Settings:
     max_new_tokens: int
     temperature: float
     num_steps: int | None
+    num_draws: int
     repeats: int
     seed: int
     raw: bool
@@ -66,10 +67,11 @@ def measure(
             "temperature": settings.temperature,
             "seed": settings.seed + index,
         }
-        ids, steps = encoded[index], settings.num_steps
+        ids = encoded[index]
+        drafts: dict[str, Any] = {"num_steps": settings.num_steps, "num_draws": settings.num_draws}
         sides: dict[str, Callable[[], Decoded]] = {
             "plain": lambda: decode_plainly(target, ids, **common),
-            "flashmap": lambda: decode_with_drafter(target, draft, ids, num_steps=steps, **common),
+            "flashmap": lambda: decode_with_drafter(target, draft, ids, **drafts, **common),
         }
         return {side: sides[side]() for side in sorted(sides, key=lambda name: name != first)}
 

@@ -19,6 +19,21 @@ Temperature = Annotated[float, typer.Option(help="0 decodes greedily; above 0 sa
 NumSteps = Annotated[
     int | None, typer.Option(help="Jumps a draft [default: the drafter's own].", show_default=False)
 ]
+NumDraws = Annotated[int, typer.Option(help="Noise draws a block, whose mixture is the proposal.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Sample from so many of the likeliest tokens.", show_default=False),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the likeliest that have this probability.", show_default=False),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from those at least this share as likely as the likeliest.", show_default=False
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(help="cpu, cuda or cuda:N [default: a GPU if any].", show_default=False),

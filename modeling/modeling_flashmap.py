@@ -25,27 +25,32 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .arguments_flashmap import COLDEST
 from .cache_flashmap import FlashMapCache
 from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
-from .decoding_flashmap import spec_generate
+from .decoding_flashmap import spec_generate, stream_generate
 from .fused_flashmap import draw_seeds, rope_table, seeded_normal
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
+from .loop_flashmap import DraftLoop
 from .runner_flashmap import TargetRunner
+from .sampling_flashmap import Sampler
 from .target_flashmap import (
     FeatureTap,
     call_module,
     check_target,
     dense_embedding,
+    head_logits,
     look_up_rows,
     select_hidden,
-    weight_dtype,
 )
 
 Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
-__all__ = ["FlashMapCache", "FlashMapDraftModel", "TargetRunner"]
+__all__ = [
+    "COLDEST", "DraftLoop", "FlashMapCache", "FlashMapDraftModel", "Sampler", "TargetRunner",
+]  # fmt: skip
 _MIN_REMAINING_TIME = 1e-3  # floor of 1 - s in e(s); no shipped grid comes near it
 
 
@@ -182,8 +187,12 @@ class FlashMapDraftModel(PreTrainedModel):
         embeds = anchor_embeds.to(device=self.device, dtype=self.dtype)
         return self._entries(self.anchor_norm(self.anchor_proj(embeds)), position_ids)
 
-    def extend_context(self, cache: FlashMapCache, target_hidden: Tensor) -> None:
+    def extend_context(
+        self, cache: FlashMapCache, target_hidden: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
         """Append the target's features (B, m, n H) of the next m positions to the context.
+
+        `counts` says how many of them each sequence keeps; None: all.
 
         Raises:
             ValueError: the features have another width than n H, or the cache is full.
@@ -195,11 +204,10 @@ class FlashMapDraftModel(PreTrainedModel):
                 f" {width}): the outputs of target layers {self.config.target_layer_ids},"
                 " concatenated in that order."
             )
-        positions = torch.arange(
-            cache.length, cache.length + target_hidden.shape[1], device=self.device
-        )
-        cache.write(self.context_entries(target_hidden, positions.unsqueeze(0)))
-        cache.length += target_hidden.shape[1]
+        rows, count = target_hidden.shape[:2]
+        cache.require_rows(rows)
+        cache.write(self.context_entries(target_hidden, cache.positions(count)))
+        cache.advance([count] * rows if counts is None else counts)
 
     def _entries(self, hidden: Tensor, position_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         rope = rope_table(position_ids, self.config.head_size, self.config.rope_theta)
@@ -261,13 +269,15 @@ class FlashMapDraftModel(PreTrainedModel):
         generator: torch.Generator | None = None,
         *,
         seed: int | Sequence[int] | None = None,
+        num_draws: int = 1,
     ) -> Tensor:
-        """Draft the block after each anchor: logits (B, K, V) in the dtype of the target's head.
+        """Draft the block after each anchor: logits (B, K, V) in the dtype of the target's head, or
+        (B, M, K, V) for M noise draws above 1, which share one read of the context.
 
         Args:
-            anchor_ids: last committed token (B) of each sequence, at position `cache.length`.
-            cache: context of the positions before the anchor; the anchor's own entry is written to
-                its scratch space.
+            anchor_ids: last committed token (B) of each sequence, at position `cache.lengths[b]`.
+            cache: context of the positions before each anchor; the anchors' own entries are written
+                to its scratch space.
             embed_tokens: the target's token embedding, called for the anchors.
             lm_head: the target's vocabulary head, called on the network's output.
             num_steps: number of jumps; None takes the configuration's.
@@ -275,47 +285,63 @@ class FlashMapDraftModel(PreTrainedModel):
             generator: where the seeds come from if neither noise nor seed is given; None: torch's
                 default generator.
             seed: one integer, or one a sequence (see `draw_seeds`).
+            num_draws: M; draw m of a seed is the same whatever M is.
 
         Raises:
             ValueError: there is no grid for num_steps, the noise or the batch has another shape, or
                 the cache is full.
         """
-        config, first = self.config, cache.length
+        config = self.config
         grid = config.grid(num_steps or None)
         if anchor_ids.dim() != 1:
             raise ValueError(f"anchor_ids has shape {tuple(anchor_ids.shape)}, expected (batch,).")
         shape = (anchor_ids.shape[0], config.block_size, config.vocab_size)
-        if noise is not None and noise.shape != shape:
+        if noise is not None and (noise.shape != shape or num_draws > 1):
             raise ValueError(
-                f"noise has shape {tuple(noise.shape)}, expected {shape}: batch, slots, vocabulary."
+                f"noise has shape {tuple(noise.shape)} (and num_draws is {num_draws}), expected"
+                f" {shape} (and 1): batch, slots, vocabulary."
             )
-        positions = torch.arange(first, first + config.block_size + 1, device=self.device)
+        cache.require_rows(shape[0])
+        positions = cache.positions(config.block_size + 1)
         anchor_embeds = call_module(embed_tokens, anchor_ids.unsqueeze(1))
-        cache.write(self.anchor_entries(anchor_embeds, positions[None, :1]))
-        slots = positions[1:].expand(shape[:2])
+        cache.write(self.anchor_entries(anchor_embeds, positions[:, :1]))
+        slots = positions[:, 1:]
+        rows, mask = (
+            slots.repeat_interleave(num_draws, dim=0),
+            cache.mask(slots[0].numel() * num_draws),
+        )
+        context = cache.context(cache.length + 1)
         embedding = self._embedding(embed_tokens)
         state = None if noise is None else noise.to(device=self.device, dtype=torch.float32)
         if state is None:
             seeds = torch.tensor(draw_seeds(shape[0], seed, generator), device=self.device)
             if len(grid) > 2:
-                state = seeded_normal(seeds, slots, config.vocab_size)
+                state = self._noise(seeds, slots, config.vocab_size, num_draws)
         for s, t in pairwise(grid):
             inputs = (
-                self._first_inputs(seeds, slots, embedding)
+                self._first_inputs(seeds, slots, embedding, num_draws)
                 if state is None
                 else self.embed_state(state, s, t, embedding)
             )
-            hidden = self(inputs, self.time_conditioning(s, t), slots, cache.context(first + 1))
-            logits = self._logits(hidden, lm_head, anchor_embeds.dtype)
+            hidden = self(inputs, self.time_conditioning(s, t), rows, context, mask)
+            logits = head_logits(config, lm_head, hidden, anchor_embeds.dtype)
             if state is not None and t < 1.0:
                 delta = torch.softmax(logits.to(self.device), dim=-1, dtype=torch.float32)
                 state = ((1.0 - t) * state + (t - s) * delta) / (1.0 - s)
-        return logits
+        return logits if num_draws == 1 else logits.unflatten(0, (-1, num_draws))
 
-    def _first_inputs(self, seeds: Tensor, positions: Tensor, embedding: Tensor) -> Tensor:
+    @staticmethod
+    def _noise(seeds: Tensor, positions: Tensor, num_columns: int, num_draws: int) -> Tensor:
+        """Noise (B M, K, C), the draws of a sequence side by side."""
+        draws = [seeded_normal(seeds, positions, num_columns, draw) for draw in range(num_draws)]
+        return torch.stack(draws, dim=1).flatten(0, 1)
+
+    def _first_inputs(
+        self, seeds: Tensor, positions: Tensor, embedding: Tensor, num_draws: int
+    ) -> Tensor:
         """Inputs of the single jump from 0 to 1, its noise drawn in the target's hidden width."""
         uniform, factor = self.target_constants(embedding)
-        noise = seeded_normal(seeds, positions, self.config.target_hidden_size)
+        noise = self._noise(seeds, positions, self.config.target_hidden_size, num_draws)
         return self.mix_state(uniform, noise.to(self.dtype) @ factor.T, 0.0, 1.0)
 
     def _embedding(self, embed_tokens: nn.Module) -> Tensor:
@@ -329,20 +355,6 @@ class FlashMapDraftModel(PreTrainedModel):
             if not tensor.is_meta:  # offloaded weights are other tensors after every call
                 sources.append(tensor)
         return self._embedding_memo.get(rows, sources, lambda: look_up_rows(embed_tokens, rows))
-
-    def _logits(self, hidden: Tensor, lm_head: nn.Module, dtype: torch.dtype) -> Tensor:
-        """Logits (B, K, V) of the target's head, which may be padded beyond V.
-
-        A packed head says nothing of its inputs' dtype, so they get the target's activations' one.
-        """
-        logits = call_module(lm_head, hidden.to(weight_dtype(lm_head) or dtype))
-        if logits.shape[-1] < self.config.vocab_size:
-            raise ValueError(
-                f"The target's vocabulary head gives {logits.shape[-1]} logits and the drafter"
-                f" needs {self.config.vocab_size}: this drafter was trained for another target"
-                f" ({self.config.target_model})."
-            )
-        return logits[..., : self.config.vocab_size]
 
     # The target
 
@@ -368,6 +380,7 @@ class FlashMapDraftModel(PreTrainedModel):
 
     # The loop, documented where it is written.
     spec_generate = spec_generate
+    stream_generate = stream_generate
 
     # transformers
 

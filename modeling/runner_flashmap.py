@@ -5,15 +5,20 @@ the accepted ones may stay. Attention layers drop their newest entries. A recurr
 entries to drop: its state before the pass is put back and the accepted tokens run through the
 target once more.
 
-Legend: P prompt tokens, m tokens of a pass, V vocabulary of the target's head, H target hidden
-width, n tapped layers.
+The sequences of a batch accept different numbers, but their cache has one length. What only some of
+them reject stays there as a hole that nothing looks at, until holes are worth closing.
+
+Legend: B sequences, P prompt tokens, m tokens of a pass, T cache entries, V vocabulary of the
+target's head, H target hidden width, n tapped layers.
 """
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -30,11 +35,12 @@ from .target_flashmap import (
 # What a cache layer is made of, in any of the classes transformers 5 has for recurrent layers.
 _STATES = ("conv_states", "recurrent_states")
 _MOST_DIFFERENCE = 0.1  # of logits, relative; bfloat16 rounds them by some per cent
+_MOST_HOLES = 64  # entries of the longest sequence's cache that may be holes
 _FIELDS = ("keys", "values", "cumulative_length", "has_previous_state")
 
 
 class TargetRunner:
-    """One sequence's passes through `target`, on a cache of its own.
+    """Passes of a batch of sequences through `target`, on a cache of their own.
 
     Args:
         target: a causal language model of transformers.
@@ -53,8 +59,11 @@ class TargetRunner:
         self._cache = DynamicCache(config=text_config(target)) if RECORDS_PAST else DynamicCache()
         self._recurrent: list[Any] = []
         self._saved: list[dict[str, Any]] = []
-        self._newest = torch.empty(0, dtype=torch.long)
-        self._length = 0
+        self._newest = torch.empty(0, 0, dtype=torch.long)
+        self._lengths: list[int] = []
+        self._limit: int | None = None
+        # Which entries (B, T) belong to their sequence; None: all.
+        self._visible: Tensor | None = None
 
     @classmethod
     def checked(cls, target: PreTrainedModel, tap: FeatureTap) -> "TargetRunner":
@@ -71,42 +80,110 @@ class TargetRunner:
             _tried_out.add(target)
         return cls(target, tap)
 
-    def prefill(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the prompt (P).
+    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Run one prompt (P) a sequence.
 
         Returns:
-            The logits (V) after its last token and the features (1, P, n H) of all its tokens.
+            The logits (B, V) after each prompt's last token, and the features (B, P, n H) of all
+            tokens; of a shorter prompt than the longest, the last rows mean nothing.
 
         Raises:
-            ValueError: the cache has layers that can neither drop entries nor be put back.
+            ValueError: the cache has layers that can neither drop entries nor be put back, or that
+                cannot hold several sequences.
         """
-        logits = self._forward(input_ids, num_logits=1)
-        self._length = input_ids.shape[0]
+        self._lengths = [len(prompt) for prompt in prompts]
+        longest = max(self._lengths)
+        # Padded on the left, so that all prompts end in the last column.
+        ids = torch.stack([F.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+        pads = torch.tensor([longest - length for length in self._lengths], device=self._device)
+        if any(length < longest for length in self._lengths):
+            self._visible = torch.arange(longest, device=self._device) >= pads.unsqueeze(1)
+            places = torch.arange(longest, device=self._device) - pads.unsqueeze(1)
+            logits = self._forward(ids, 1, self._visible, position_ids=places.clamp(min=0))
+        else:
+            logits = self._forward(ids, 1, None)
         self._prepare_cache()
-        return logits[-1], self._features(input_ids.shape[0])
+        features = self._features(longest)
+        if self._visible is not None:
+            places = (
+                torch.arange(longest, device=features.device) + pads.to(features.device)[:, None]
+            )
+            places = places.clamp(max=longest - 1)[..., None]
+            features = features.gather(1, places.expand(-1, -1, features.shape[2]))
+        return logits[:, -1], features
 
-    def verify(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run `tokens` (m), the anchor and the drafts after it; `keep` must follow every pass.
+    def verify(self, tokens: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
+        """Run `tokens` (B, m), anchors and the drafts after them; `keep` must follow every pass.
+
+        Tokens beyond the first `limit` positions, where the target has no more, must not be kept.
 
         Returns:
-            Their logits (m, V) and features (1, m, n H).
+            Their logits (B, m, V) and features (B, m, n H).
         """
         self._saved = [_save(layer) for layer in self._recurrent]
-        self._newest = tokens
-        logits = self._forward_at_end(tokens, num_logits=tokens.shape[0])
-        return logits, self._features(tokens.shape[0])
+        self._newest, self._limit = tokens, limit
+        logits = self._forward_at_end(tokens, num_logits=tokens.shape[1])
+        return logits, self._features(tokens.shape[1])
 
-    def keep(self, num_kept: int) -> None:
-        """Keep the first `num_kept` (1 or more) tokens of the newest pass and forget the rest."""
-        num_dropped = self._newest.shape[0] - num_kept
-        if self._recurrent and num_dropped:
+    def keep(self, counts: Sequence[int]) -> None:
+        """Keep the first so many (1 or more) tokens of the newest pass of every sequence and forget
+        the rest."""
+        size, longest = self._newest.shape[1], max(counts)
+        if self._recurrent and size > longest:
             for layer, saved in zip(self._recurrent, self._saved, strict=True):
                 _restore(layer, saved)
-            self._drop(self._newest.shape[0])
-            self._forward_at_end(self._newest[:num_kept], num_logits=1)
-            num_dropped = 0
-        self._drop(num_dropped)
-        self._length += num_kept
+            self._drop(size)
+            self._forward_at_end(self._newest[:, :longest], num_logits=1)
+            self._drop(0)
+        else:
+            self._drop(size - longest)
+        if self._visible is not None or min(counts) < longest:
+            kept = torch.arange(longest, device=self._device)
+            kept = kept < torch.tensor(counts, device=self._device).unsqueeze(1)
+            self._visible = torch.cat((self._all_visible(), kept), dim=1)
+        self._lengths = [
+            length + count for length, count in zip(self._lengths, counts, strict=True)
+        ]
+        if self._visible is not None:
+            self._close_holes()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone, in this order."""
+        index = torch.tensor(list(rows), device=self._device)
+        self._cache.batch_select_indices(index)
+        self._lengths = [self._lengths[row] for row in rows]
+        if self._visible is not None:
+            self._visible = self._visible[index]
+            self._close_holes()
+
+    def _all_visible(self) -> Tensor:
+        if self._visible is not None:
+            return self._visible
+        return torch.ones(
+            len(self._lengths), self._lengths[0], dtype=torch.bool, device=self._device
+        )
+
+    def _close_holes(self) -> None:
+        """Move entries together once too many of them are holes, or where that ends them all."""
+        assert self._visible is not None
+        longest = max(self._lengths)
+        even = min(self._lengths) == longest
+        holes = self._visible.shape[1] - longest
+        if holes <= _MOST_HOLES and not (even and len(self._lengths) == 1 and holes):
+            if even and not holes:
+                self._visible = None
+            return
+        order = torch.argsort((~self._visible).int(), dim=1, stable=True)[:, :longest]
+        layers: list[Any] = self._cache.layers
+        for layer in layers:
+            places = order[:, None, :, None].to(layer.keys.device)
+            layer.keys = layer.keys.gather(
+                2, places.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+            )
+            layer.values = layer.values.gather(
+                2, places.expand(-1, layer.values.shape[1], -1, layer.values.shape[3])
+            )
+        self._visible = None if even else self._visible.gather(1, order)
 
     def _features(self, num_tokens: int) -> Tensor:
         features = self._tap()
@@ -118,18 +195,26 @@ class TargetRunner:
         return features
 
     def _forward_at_end(self, tokens: Tensor, num_logits: int) -> Tensor:
-        end = self._length + tokens.shape[0]
-        positions = torch.arange(self._length, end, device=self._device).unsqueeze(0)
-        return self._forward(tokens, num_logits, position_ids=positions)
+        first = torch.tensor(self._lengths, device=self._device).unsqueeze(1)
+        positions = first + torch.arange(tokens.shape[1], device=self._device)
+        if self._limit is not None:
+            positions = positions.clamp(max=self._limit - 1)
+        visible = self._visible
+        if visible is not None:
+            visible = F.pad(visible, (0, tokens.shape[1]), value=True)
+        return self._forward(tokens, num_logits, visible, position_ids=positions)
 
-    def _forward(self, tokens: Tensor, num_logits: int, **arguments: Any) -> Tensor:
-        """Logits (num_logits, V) of the last tokens."""
+    def _forward(
+        self, tokens: Tensor, num_logits: int, visible: Tensor | None, **arguments: Any
+    ) -> Tensor:
+        """Logits (B, num_logits, V) of the last tokens."""
         arguments["logits_to_keep"] = num_logits
+        if visible is not None:
+            arguments["attention_mask"] = visible.long()
         known = {name: value for name, value in arguments.items() if name in self._arguments}
         known[self._cache_name] = self._cache
-        input_ids = tokens.to(self._device).unsqueeze(0)
-        output = self._target(input_ids=input_ids, use_cache=True, **known)
-        logits: Tensor = output.logits[0, -num_logits:]
+        output = self._target(input_ids=tokens.to(self._device), use_cache=True, **known)
+        logits: Tensor = output.logits[:, -num_logits:]
         return logits
 
     def _prepare_cache(self) -> None:
@@ -168,12 +253,12 @@ def _try_out(target: PreTrainedModel, tap: FeatureTap) -> None:
     """Reject two tokens, go on, and compare with the same tokens in one pass."""
     tokens = torch.arange(8) % num_embedding_rows(target)
     try:
-        expected, _ = TargetRunner(target, tap).prefill(tokens)
+        expected, _ = TargetRunner(target, tap).prefill([tokens])
         runner = TargetRunner(target, tap)
-        runner.prefill(tokens[:4])
-        runner.verify(torch.cat((tokens[4:5], tokens[:2])))
-        runner.keep(1)
-        found = runner.verify(tokens[5:])[0][-1]
+        runner.prefill([tokens[:4]])
+        runner.verify(torch.cat((tokens[4:5], tokens[:2]))[None])
+        runner.keep([1])
+        found = runner.verify(tokens[None, 5:])[0][:, -1]
     except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     else:

@@ -9,6 +9,7 @@ Legend: B sequences, m positions of a forward pass, n tapped layers, H target hi
 vocabulary.
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -112,6 +113,27 @@ def num_embedding_rows(target: PreTrainedModel) -> int:
     return rows
 
 
+def head_logits(
+    config: FlashMapConfig, lm_head: nn.Module, hidden: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Logits (..., V) of the target's vocabulary head, which may be padded beyond V, for a
+    drafter's outputs (..., H).
+
+    A packed head says nothing of its inputs' dtype, so they get `dtype`, the activations' one.
+
+    Raises:
+        ValueError: the head has fewer rows than the drafter's vocabulary.
+    """
+    logits = call_module(lm_head, hidden.to(weight_dtype(lm_head) or dtype))
+    if logits.shape[-1] < config.vocab_size:
+        raise ValueError(
+            f"The target's vocabulary head gives {logits.shape[-1]} logits and the drafter needs"
+            f" {config.vocab_size}: this drafter was trained for another target"
+            f" ({config.target_model})."
+        )
+    return logits[..., : config.vocab_size]
+
+
 # Layers and features
 
 
@@ -151,6 +173,26 @@ def recurrent_layers(target: PreTrainedModel) -> list[str]:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     found = sorted(set(kinds or []) - set(_ATTENTION_LAYERS))
     return found or ["recurrent"] * bool(getattr(target, "_is_stateful", False))
+
+
+def layers_with_windows(target: PreTrainedModel) -> list[str]:
+    """Kinds of the target's layers that do not see everything before them; empty if all do."""
+    config = text_config(target)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:  # such configurations have one kind of layer, windowed if a window is set
+        return ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+    return sorted(set(kinds) - {"full_attention", "attention"})
+
+
+def batch_obstacle(target: PreTrainedModel) -> str | None:
+    """Why sequences that accept different numbers cannot share the target's cache; None if they
+    can."""
+    windows = layers_with_windows(target) or recurrent_layers(target)
+    if windows:
+        return f"has layers that do not see all tokens before them ({', '.join(windows)})"
+    if "position_ids" not in inspect.signature(type(target).forward).parameters:
+        return "takes no position_ids, so that it cannot tell a gap from a token"
+    return None
 
 
 def select_hidden(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:
@@ -323,3 +365,20 @@ def position_limit(target: PreTrainedModel, prompt_length: int) -> int | None:
     if kind == "dynamic":
         return original
     return original if kind == "longrope" and prompt_length <= original else None
+
+
+def common_limit(target: PreTrainedModel, prompt_lengths: Sequence[int]) -> int | None:
+    """`position_limit` of a batch.
+
+    Raises:
+        ValueError: the prompts lie on both sides of the length at which the target's rotary
+            embedding changes.
+    """
+    limits = {position_limit(target, length) for length in prompt_lengths}
+    if len(limits) > 1:
+        raise ValueError(
+            f"Prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens lie on both sides of"
+            " the length at which this target's rotary embedding changes: pass them in batches of"
+            " their own."
+        )
+    return limits.pop()

@@ -13,10 +13,13 @@ import flashmap
 from flashmap.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = {"--target", "--draft", "--device", "--dtype", "--num-steps", "--seed", "--json"}
+MODELS = {
+    "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--seed", "--json"
+}  # fmt: skip
 OPTIONS = {
     "demo": {"--max-new-tokens", "--json"},
-    "generate": MODELS | {"--max-new-tokens", "--temperature", "--raw"},
+    "generate": MODELS
+    | {"--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--raw"},
     "bench": MODELS | {"--max-new-tokens", "--temperature", "--prompts", "--repeats"},
     "doctor": {"--json"},
     "release build": {"--out", "--repo-id", "--tag", "--json"},
@@ -33,9 +36,13 @@ CONFIG_FIELDS = [
 ]  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
-    "generator * seed streamer",
-    "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed",
-    "extend_context": "cache target_hidden",
+    "generator * seed attention_mask top_k top_p min_p num_draws logits_processor "
+    "stopping_criteria streamer",
+    "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
+    "generator * seed attention_mask top_k top_p min_p num_draws logits_processor "
+    "stopping_criteria",
+    "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
+    "extend_context": "cache target_hidden counts",
     "target_constants": "embedding",
     "embed_state": "state s t embedding",
     "mix_state": "posterior_embeds state_embeds s t",

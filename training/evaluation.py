@@ -2,17 +2,18 @@
 temperature, jumps and draws.
 
 Two ways of counting. The walk replays the rounds along texts that the target wrote, all prompts at
-once, and covers every setting. The loop decodes each prompt with `spec_generate`, one after the
-other: what users run.
+once, and covers every setting. The loop decodes the prompts with `spec_generate`, in batches: what
+users run.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from flashmap.loops import ends_in_loop
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
-from flashmap.prompts import ALL, Prompt, encode, encode_many
+from flashmap.prompts import ALL, Prompt, encode_many, pad_left
 
 from .blocks import Target
 from .documents import Document, pack
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_SIZE = 128
+LOOP_BATCH = 14
 Progress = Callable[[str, int, int], None]  # stage, done, of how many
 
 
@@ -82,7 +84,7 @@ def walk_texts(
     documents = pack(
         [Document(text.prompt, text.answer, temperature, True) for text in texts], config.vocab_size
     )
-    settings = [(steps, draws) for steps in recipe.num_steps for draws in recipe.num_draws]
+    settings = list(product(recipe.num_steps, recipe.num_draws))
     for number, (steps, draws) in enumerate(settings):
         found = walk(
             drafter,
@@ -135,29 +137,39 @@ def evaluate_loop(
     seed: int = 0,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[dict[str, Any]]:
-    """A row for every temperature and number of jumps, measured with `spec_generate`."""
-    raw = not tokenizer.chat_template
+    """A row for every temperature, number of jumps and of draws, measured with `spec_generate`."""
     stops = end_tokens(target.model)
     rows = []
     for temperature in recipe.temperatures:
-        for steps in recipe.num_steps:
-            texts, lengths = [], []
-            for number, prompt in enumerate(prompts):
-                ids = encode(tokenizer, prompt.text, raw=raw).to(target.embedding.device)
+        for steps, draws in product(recipe.num_steps, recipe.num_draws):
+            texts: list[Text] = []
+            lengths: list[list[int]] = []
+            for start in range(0, len(prompts), LOOP_BATCH):
+                part = prompts[start : start + LOOP_BATCH]
+                encoded = encode_many(tokenizer, [prompt.text for prompt in part])
+                ids, mask = pad_left(encoded, target.embedding.device)
                 out = drafter.spec_generate(
                     target.model,
                     ids,
                     max_new_tokens=recipe.max_new_tokens,
                     temperature=temperature,
                     num_steps=steps,
-                    seed=seed + number,
+                    num_draws=draws,
+                    attention_mask=mask,
+                    seed=[seed + start + row for row in range(len(part))],
                 )
-                answer = out.sequences[0, ids.shape[1] :].tolist()
-                looped = ends_in_loop(answer, stops)
-                texts.append(Text(prompt.domain, ids[0].tolist(), answer, looped))
-                lengths.append(list(out.acceptance_lengths))
-                progress(f"loop at temperature {temperature:g}", number + 1, len(prompts))
-            row = {"temperature": temperature, "num_steps": steps, "num_draws": 1}
+                single = len(part) == 1
+                counts = [out.num_new_tokens] if single else out.num_new_tokens
+                lengths += [out.acceptance_lengths] if single else out.acceptance_lengths
+                width = ids.shape[1]
+                for prompt, tokens, row, count in zip(
+                    part, encoded, out.sequences.tolist(), counts, strict=True
+                ):
+                    answer = row[width : width + count]
+                    looped = ends_in_loop(answer, stops)
+                    texts.append(Text(prompt.domain, tokens, answer, looped))
+                progress(f"loop at temperature {temperature:g}", start + len(part), len(prompts))
+            row = {"temperature": temperature, "num_steps": steps, "num_draws": draws}
             rows.append(row | summary(texts, lengths, drafter.config.block_size))
     return rows
 

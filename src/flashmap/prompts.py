@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -104,3 +105,16 @@ def encode_many(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) ->
         if encoded[index] != encode(tokenizer, prompts[index], raw=raw)[0].tolist():
             return [encode(tokenizer, prompt, raw=raw)[0].tolist() for prompt in prompts]
     return encoded
+
+
+def pad_left(
+    prompts: Sequence[Sequence[int]], device: "torch.device | str" = "cpu"
+) -> "tuple[Tensor, Tensor]":
+    """Token ids (B, P) of prompts padded on the left, and their attention mask."""
+    import torch
+
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    places = torch.arange(longest)
+    starts = torch.tensor([longest - len(prompt) for prompt in prompts])
+    return ids.to(device), (places >= starts.unsqueeze(1)).long().to(device)

@@ -12,7 +12,7 @@ from support.commands import Run, assert_one_message, refs
 from support.pair_folders import BROKEN_PAIRS, copy_pair, edit_json
 
 from flashmap.cli import options
-from flashmap.modeling import decoding_flashmap
+from flashmap.modeling import arguments_flashmap
 
 
 @pytest.mark.parametrize("case", BROKEN_PAIRS)
@@ -57,7 +57,7 @@ def test_bad_numbers_and_names(
 
 
 def test_the_coldest_temperature_is_the_one_of_decoding() -> None:
-    assert options.COLDEST == decoding_flashmap._COLDEST
+    assert options.COLDEST == arguments_flashmap.COLDEST
 
 
 @pytest.mark.parametrize("prompt", ["", "   ", "\n"])

@@ -17,9 +17,10 @@ from flashmap.cli import doctor as doctor_module
 COMMANDS = ["", "demo", "generate", "bench", "doctor", "release", "release build", "release check"]
 # Flags that scripts rely on; others come with later issues and must not half-exist.
 FLAGS = {
-    "generate": "max-new-tokens temperature num-steps seed device dtype raw json target draft help",
-    "bench": "prompts temperature max-new-tokens repeats num-steps dtype device seed json target "
-    "draft help",
+    "generate": "max-new-tokens temperature top-k top-p min-p num-steps num-draws seed device "
+    "dtype raw json target draft help",
+    "bench": "prompts temperature max-new-tokens repeats num-steps num-draws dtype device seed "
+    "json target draft help",
     "doctor": "json help",
     "demo": "json max-new-tokens help",
     "release build": "out tag repo-id json help",

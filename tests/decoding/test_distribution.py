@@ -11,7 +11,7 @@ from support.table_models import TableDrafter, TableTarget, reasonable, wrong
 from torch import Tensor
 
 from flashmap import FlashMapDraftModel
-from flashmap.modeling import decoding_flashmap
+from flashmap.modeling import sampling_flashmap
 from flashmap.modeling.decoding_flashmap import spec_generate
 
 VOCAB, BLOCK = 20, 3
@@ -79,13 +79,13 @@ class TestTheTestRejects:
         return p_values(samples, target.joint(PROMPT, 1.0, NUM_TOKENS))
 
     def patch_coin(self, monkeypatch: pytest.MonkeyPatch, stream: str, rule: Any) -> None:
-        honest = decoding_flashmap.coin
+        honest = sampling_flashmap.coin
 
         def coin(seed: int, position: int, kind: Any) -> float:
             value = honest(seed, position, kind)
             return float(rule(value, seed, position)) if kind.name == stream else value
 
-        monkeypatch.setattr(decoding_flashmap, "coin", coin)
+        monkeypatch.setattr(sampling_flashmap, "coin", coin)
 
     def test_accepting_every_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch_coin(monkeypatch, "ACCEPT", lambda u, seed, position: 0.0)
@@ -96,8 +96,8 @@ class TestTheTestRejects:
         assert min(self.values()) < 1e-6
 
     def test_a_coin_that_is_shared_with_the_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        honest = decoding_flashmap.coin
-        draft = decoding_flashmap.Stream.DRAFT
+        honest = sampling_flashmap.coin
+        draft = sampling_flashmap.Stream.DRAFT
         self.patch_coin(
             monkeypatch, "ACCEPT", lambda u, seed, position: honest(seed, position, draft)
         )
@@ -107,13 +107,13 @@ class TestTheTestRejects:
 def test_a_rejection_where_target_and_drafter_agree_draws_from_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = decoding_flashmap.coin
+    honest = sampling_flashmap.coin
 
     def coin(seed: int, position: int, kind: Any) -> float:
         # Rounding can reject a draft although p = q; a coin above 1 does it every time.
         return 2.0 if kind.name == "ACCEPT" else honest(seed, position, kind)
 
-    monkeypatch.setattr(decoding_flashmap, "coin", coin)
+    monkeypatch.setattr(sampling_flashmap, "coin", coin)
     target = TableTarget(VOCAB)
     target.table[:] = target.table[0]  # one distribution for every last token, as the drafter has
     logits = target.table[0][:, None].repeat(1, BLOCK, 1)

@@ -29,8 +29,11 @@ class TestPrompt:
     def test_empty(self) -> None:
         refused("empty", ids=torch.empty(1, 0, dtype=torch.long))
 
-    def test_two_rows(self) -> None:
-        refused(r"\(2, 3\)", ids=torch.zeros(2, 3, dtype=torch.long))
+    def test_no_rows(self) -> None:
+        refused(r"\(0, 3\)", ids=torch.zeros(0, 3, dtype=torch.long))
+
+    def test_three_dimensions(self) -> None:
+        refused(r"\(1, 2, 3\)", ids=torch.zeros(1, 2, 3, dtype=torch.long))
 
     def test_one_dimension(self) -> None:
         refused(r"\(3,\)", ids=torch.zeros(3, dtype=torch.long))
@@ -49,6 +52,117 @@ class TestPrompt:
 
     def test_beyond_the_vocabulary(self) -> None:
         refused(rf"\b{VOCAB}\b", rf"\b{VOCAB - 1}\b", ids=torch.tensor([[1, VOCAB]]))
+
+    def test_beyond_the_vocabulary_in_the_second_row(self) -> None:
+        refused(rf"\b{VOCAB + 6}\b", ids=torch.tensor([[1, 2], [3, VOCAB + 6]]))
+
+
+class TestMask:
+    IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+    @pytest.mark.parametrize("shape", [(2, 3), (1, 4), (4,), (2, 1, 1, 4)])
+    def test_another_shape(self, shape: tuple[int, ...]) -> None:
+        found = re.escape(str(shape))
+        refused(
+            "attention_mask", found, r"\(2, 4\)", ids=self.IDS, attention_mask=torch.ones(shape)
+        )
+
+    def test_a_list(self) -> None:
+        refused("attention_mask is list", ids=self.IDS, attention_mask=[[1, 1, 1, 1]] * 2)
+
+    @pytest.mark.parametrize("row", [[1, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1]])
+    def test_padding_in_the_middle(self, row: list[int]) -> None:
+        mask = torch.tensor([[0, 1, 1, 1], row])
+        refused("attention_mask", "middle of prompt 1", ids=self.IDS, attention_mask=mask)
+
+    def test_a_row_that_is_all_padding(self) -> None:
+        mask = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
+        refused("Prompt 1 is empty", ids=self.IDS, attention_mask=mask)
+        refused("The prompt is empty", ids=self.IDS[:1], attention_mask=mask[1:])
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
+    def test_any_number_type_will_do(self, dtype: torch.dtype) -> None:
+        mask = torch.tensor([[0, 0, 1, 1]]).to(dtype)
+        target, ids = toys.llama(), torch.tensor([[-100, VOCAB + 9, 3, 4]])  # what padding is
+        out = toys.drafter().spec_generate(target, ids, 6, attention_mask=mask)
+        assert toys.text_of(out, ids) == toys.greedy(target, ids[:, 2:], 6)
+
+
+class TestBatch:
+    IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+    @pytest.mark.parametrize("make", [toys.gemma2, toys.gemma3])
+    def test_of_a_target_with_windows(self, make: Any) -> None:
+        target = make()
+        refused("holds 2 prompts", "sliding_attention", "one prompt", target=target, ids=self.IDS)
+        assert toys.drafter().spec_generate(target, self.IDS[:1], 4).num_new_tokens == 4
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            toys.qwen3_next, toys.lfm2, toys.falcon_h1, toys.mamba, toys.mamba2, toys.rwkv,
+            toys.jamba, toys.recurrent_gemma,
+        ],
+    )  # fmt: skip
+    def test_of_a_target_with_recurrent_layers(self, make: Any) -> None:
+        # Those that cannot be rolled back at all say that first.
+        refused("holds 2 prompts|roll back|rolled-back", target=make(), ids=self.IDS)
+
+    def test_a_streamer(self) -> None:
+        class Streamer:
+            ends = 0
+
+            def put(self, value: Any) -> None:
+                raise AssertionError("nothing can be shown")
+
+            def end(self) -> None:
+                self.ends += 1
+
+        streamer = Streamer()
+        refused("streamer", "holds 2", ids=self.IDS, streamer=streamer)
+        assert streamer.ends == 1
+
+    def test_a_stream(self) -> None:
+        with pytest.raises(ValueError, match=r"stream_generate shows one sequence.*holds 2"):
+            toys.drafter().stream_generate(toys.llama(), self.IDS)
+
+    def test_the_longest_prompt_decides_whether_the_positions_suffice(self) -> None:
+        target, mask = toys.gpt2(positions=16), torch.tensor([[0, 0, 1], [1, 1, 1]])
+        refused("3 prompt tokens", "16 positions", target=target, ids=self.IDS, max_new_tokens=14)
+        found = toys.drafter().spec_generate(target, self.IDS, 13, attention_mask=mask)
+        assert found.num_new_tokens == [13, 13]
+
+    @pytest.mark.parametrize("seed", [[1], [1, 2, 3]])
+    def test_another_number_of_seeds(self, seed: list[int]) -> None:
+        refused(f"{len(seed)} values for 2 sequences", ids=self.IDS, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", 5), ("top_p", 0.9), ("top_p", 0.0), ("min_p", 0.1)]
+)
+def test_truncations_of_greedy_text(name: str, value: Any) -> None:
+    refused(f"{name}={value}", "temperature", **{name: value})
+    refused(f"{name}={value}", "temperature", temperature=0, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", -1), ("top_k", 2.5), ("top_k", "3"), ("top_p", -0.1), ("top_p", 1.5),
+        ("top_p", "much"), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.5),
+        ("min_p", float("nan")),
+    ],
+)  # fmt: skip
+def test_truncations_out_of_their_range(name: str, value: Any) -> None:
+    refused(re.escape(f"{name}={value!r}"), temperature=1.0, **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)])
+def test_truncations_that_leave_everything(name: str, value: Any) -> None:
+    target, drafter = toys.llama(), toys.drafter()
+    free = drafter.spec_generate(target, prompt(5), 12, temperature=1.0, seed=1)
+    same = drafter.spec_generate(target, prompt(5), 12, temperature=1.0, seed=1, **{name: value})
+    assert same.sequences.equal(free.sequences)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "7", None])

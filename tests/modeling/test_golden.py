@@ -9,6 +9,7 @@ from support import golden
 from support.golden import Golden, assert_matches
 
 from flashmap import FlashMapConfig
+from flashmap.modeling import modeling_flashmap
 
 
 @pytest.fixture(scope="module", params=golden.CASES)
@@ -106,7 +107,9 @@ def states_of_a_draft(
     steps = len(grid) - 1
     monkeypatch.setitem(model.config.jump_grids, str(steps), grid)
     monkeypatch.setattr(model, "embed_state", embed_state)
-    monkeypatch.setattr(model, "_logits", lambda *_: next(predictions).expand_as(noise))
+    monkeypatch.setattr(
+        modeling_flashmap, "head_logits", lambda *_: next(predictions).expand_as(noise)
+    )
     model.draft(
         case.value("in.anchor_ids"), case.filled_cache(), case.embed_tokens, case.lm_head,
         num_steps=steps, noise=noise,

@@ -6,6 +6,7 @@ cache, so a cache that was not rolled back correctly changes its distribution.
 Legend: V vocabulary of the drafter, W of the target (W >= V), K slots of a block, H hidden width.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,17 +101,25 @@ class TableDrafter:
         return FeatureTap(target, [0])
 
     def new_cache(self, batch_size: int, max_length: int) -> Any:
-        return SimpleNamespace(length=0, reserve=lambda length: None)
+        return SimpleNamespace(length=0, lengths=[0], reserve=lambda length: None)
 
-    def extend_context(self, cache: Any, target_hidden: Tensor) -> None:
-        cache.length += target_hidden.shape[1]
+    def extend_context(
+        self, cache: Any, target_hidden: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        cache.length += target_hidden.shape[1] if counts is None else counts[0]
+        cache.lengths = [cache.length]
 
     def draft(
         self, anchor_ids: Tensor, cache: Any, embed_tokens: Any, lm_head: Any, num_steps: Any,
-        *, seed: int,
+        *, seed: Sequence[int], num_draws: int = 1,
     ) -> Tensor:  # fmt: skip
-        """Logits (1, K, V) of the block after the anchor."""
-        return self.logits[anchor_ids] + self.noises[(seed * 31 + cache.length) % _NOISES]
+        """Logits (1, K, V) of the block after the anchor, or (1, M, K, V) of several draws."""
+        first = seed[0] * 31 + cache.length
+        draws = [
+            self.logits[anchor_ids] + self.noises[(first + 331 * draw) % _NOISES]
+            for draw in range(num_draws)
+        ]
+        return draws[0] if num_draws == 1 else torch.stack(draws, dim=1)
 
 
 def reasonable(target: TableTarget, block_size: int, vocab_size: int) -> Tensor:

@@ -1,0 +1,150 @@
+"""What callers ask of a generation, checked: every wrong argument gives one sentence that names it,
+what was found and what to do, before anything is computed.
+
+Legend: B sequences, P prompt tokens with padding.
+"""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .target_flashmap import (
+    batch_obstacle,
+    num_embedding_rows,
+    position_limit,
+    text_config,
+    warn_once,
+)
+
+COLDEST = 1e-30  # lower temperatures above 0 leave float32's range
+
+
+def check_prompts(
+    target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None
+) -> list[Tensor]:
+    """The prompts (P) of a batch `input_ids` (B, P) without their padding.
+
+    Raises:
+        ValueError: the ids or the mask are none, a prompt is empty, its padding lies in the middle,
+            or the target cannot decode several sequences at once.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        found = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(
+            f"input_ids is {found}, expected token ids: an int64 tensor (batch, length)."
+        )
+    if input_ids.dim() != 2 or input_ids.shape[0] == 0:
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}, expected the token ids of one or more"
+            " prompts, shape (batch, length)."
+        )
+    prompts = _without_padding(input_ids, attention_mask)
+    for row, prompt in enumerate(prompts):
+        if prompt.shape[0] == 0:
+            which = "The prompt" if len(prompts) == 1 else f"Prompt {row}"
+            raise ValueError(
+                f"{which} is empty: pass at least one token (a beginning-of-text token will do)."
+            )
+    rows = num_embedding_rows(target)
+    low = min(int(prompt.min()) for prompt in prompts)
+    high = max(int(prompt.max()) for prompt in prompts)
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"input_ids holds the token id {low if low < 0 else high}, the target's ids are 0 to"
+            f" {rows - 1}: the prompt was encoded with another model's tokenizer."
+        )
+    obstacle = batch_obstacle(target) if len(prompts) > 1 else None
+    if obstacle:
+        raise ValueError(
+            f"input_ids holds {len(prompts)} prompts, and {type(target).__name__} {obstacle}:"
+            " sequences that accept different numbers cannot share its cache. Pass one prompt at a"
+            " time."
+        )
+    return prompts
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    if attention_mask is None:
+        return list(input_ids)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        found = (
+            f"shape {tuple(attention_mask.shape)}"
+            if isinstance(attention_mask, Tensor)
+            else type(attention_mask).__name__
+        )
+        raise ValueError(
+            f"attention_mask is {found}, expected input_ids' shape {tuple(input_ids.shape)}: 1 for"
+            " a token, 0 for padding."
+        )
+    mask = attention_mask.to(input_ids.device) != 0
+    # Tokens and padding may change places once: padding on one side.
+    changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
+    if bool((changes > 1).any()):
+        row = int((changes > 1).int().argmax())
+        raise ValueError(
+            f"attention_mask has padding in the middle of prompt {row}: pad on the left or on the"
+            " right."
+        )
+    return [ids[kept] for ids, kept in zip(input_ids, mask, strict=True)]
+
+
+def check_numbers(max_new_tokens: Any, temperature: Any, num_draws: Any = 1) -> None:
+    """Raise ValueError for a number of tokens, a temperature or a number of draws out of range."""
+    if not isinstance(num_draws, Integral) or isinstance(num_draws, bool) or num_draws < 1:
+        raise ValueError(f"num_draws={num_draws!r} is not valid: ask for at least 1 noise draw.")
+    whole = isinstance(max_new_tokens, Integral) and not isinstance(max_new_tokens, bool)
+    if not whole or max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens!r} is not valid: ask for at least 1 token."
+        )
+    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    if not number or not (temperature == 0.0 or COLDEST <= temperature < float("inf")):
+        raise ValueError(
+            f"temperature={temperature!r} is not valid: 0 decodes greedily, {COLDEST} and above"
+            " samples."
+        )
+
+
+def check_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+    """Positions a learned table lacks are an error; those a rotary one was not made for warn."""
+    limit = position_limit(target, prompt_length)
+    if limit is not None and prompt_length + max_new_tokens > limit:
+        raise ValueError(
+            f"{prompt_length} prompt tokens and max_new_tokens={max_new_tokens} exceed the target's"
+            f" {limit} positions (its position table ends there, or its rotary scaling changes):"
+            " shorten the prompt or ask for fewer tokens."
+        )
+    trained = getattr(text_config(target), "max_position_embeddings", None)
+    if trained is not None and prompt_length + max_new_tokens > trained:
+        warn_once(
+            f"The prompt and max_new_tokens exceed the {trained} positions the target was made for:"
+            " its text may degrade there."
+        )
+
+
+def stop_tokens(target: PreTrainedModel, stop_token_ids: int | Sequence[int] | None) -> set[int]:
+    """The tokens that end a sequence: those given, else the target's. Raises ValueError for what is
+    no token id."""
+    if stop_token_ids is None:
+        stop_token_ids = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+    if stop_token_ids is None:
+        return set()
+    listed: Any = stop_token_ids.tolist() if isinstance(stop_token_ids, Tensor) else stop_token_ids
+    try:
+        return {index(one) for one in (listed if isinstance(listed, Iterable) else [listed])}
+    except TypeError as error:
+        raise ValueError(
+            f"stop_token_ids={stop_token_ids!r} is not valid: pass a token id or a list of them."
+        ) from error
+
+
+def padding_token(target: PreTrainedModel, stops: set[int]) -> int:
+    """What fills up sequences that end before others."""
+    config = getattr(target, "generation_config", None)
+    pad = getattr(config, "pad_token_id", None)
+    return int(pad) if isinstance(pad, int) else min(stops, default=0)

@@ -1,0 +1,236 @@
+"""What is drawn and what is accepted: one sequence's sampler.
+
+Drafts y are accepted with probability min(1, p(y) / q(y)), and the first that is not is replaced by
+a draw from the residual max(p - q, 0), which leaves the target's distribution p whatever the
+drafter's q (Leviathan et al., 2023; Chen et al., 2023). Logits processors (penalties, top-k, top-p)
+act on both, each time with the tokens that really stand before, so p is the processed target's.
+
+Legend: K slots of a block, m tokens of a pass, p position of the anchor, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from .fused_flashmap import Stream, coin
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 takes the likeliest.
+        processors: transformers' logits processors, before the temperature.
+        truncations: those after it, which look at the scores alone (top-k, top-p, min-p).
+    """
+
+    temperature: float = 0.0
+    processors: tuple[Processor, ...] = ()
+    truncations: tuple[Processor, ...] = ()
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the likeliest token of the bare logits is taken."""
+        return self.temperature == 0.0 and not self.processors
+
+
+def make_sampling(
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+) -> Sampling:
+    """How `spec_generate`'s arguments ask for tokens.
+
+    Raises ValueError for a truncation out of its range, or without a temperature to sample at.
+    """
+    made: list[Processor] = []
+    for name, value, nothing, warper in (
+        ("top_k", top_k, 0, TopKLogitsWarper),
+        ("top_p", top_p, 1.0, TopPLogitsWarper),
+        ("min_p", min_p, 0.0, MinPLogitsWarper),
+    ):
+        if value is None or (value == nothing and not isinstance(value, bool)):
+            continue
+        if isinstance(value, bool) or value != value:
+            raise ValueError(f"{name}={value!r} is not valid: pass a number.")
+        if temperature == 0.0:
+            raise ValueError(
+                f"{name}={value} narrows down what is sampled, but temperature 0 takes the"
+                f" likeliest token: give a temperature above 0, or leave {name} out."
+            )
+        make: Any = warper
+        try:
+            made.append(make(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}={value!r} is not valid: {error}") from error
+    return Sampling(temperature, tuple(logits_processor or ()), tuple(made))
+
+
+class Sampler:
+    """Draws and decisions of one sequence, from the seed's own random numbers; where the likeliest
+    token of the bare logits is taken, the loop does without.
+
+    Args:
+        sampling: how tokens are chosen.
+        seed: of every random number.
+        text: token ids before the next one, prompt included; grows as tokens are committed.
+    """
+
+    def __init__(self, sampling: Sampling, seed: int, text: list[int]) -> None:
+        self.sampling, self.seed, self.text = sampling, seed, text
+        self.width = 0  # of the target's logits, once they have been seen
+
+    def first(self, logits: Tensor) -> int:
+        """The token after the prompt, from its logits (V)."""
+        self.width = len(logits)
+        scores = self._processed(logits[None], [])[0]
+        if self.sampling.temperature == 0.0:
+            return int(scores.argmax())
+        return self._draw(self._probabilities(scores), len(self.text), Stream.FIRST)
+
+    def propose(self, logits: Tensor, position: int) -> tuple[list[int], Tensor]:
+        """Draft tokens of the slots after `position`, and what they are drawn from, (K, V):
+        distributions, or scores where the likeliest are taken of one draw.
+
+        `logits` are (K, V), or (M, K, V) for M noise draws. Their proposal is the mixture of the
+        draws' products over slots: Q(v | drafts before) = sum_m r_m q_m(v), where r_m grows with
+        how likely draw m thought the drafts before.
+        """
+        if logits.dim() == 3:
+            return self._propose_mixture(logits, position)
+        if not self.sampling.processors and self.sampling.temperature > 0.0:
+            q_KV = self._probabilities(logits)
+            return [self._draft(q, position + slot) for slot, q in enumerate(q_KV, 1)], q_KV
+        drafts: list[int] = []
+        rows = []
+        for slot, scores in enumerate(logits, 1):
+            row = self._processed(scores[None], drafts)[0]
+            if self.sampling.temperature == 0.0:
+                drafts.append(int(row.argmax()))
+            else:
+                row = self._probabilities(row)
+                drafts.append(self._draft(row, position + slot))
+            rows.append(row)
+        return drafts, torch.stack(rows)
+
+    def _propose_mixture(self, logits_MKV: Tensor, position: int) -> tuple[list[int], Tensor]:
+        drafts: list[int] = []
+        rows = []
+        log_shares = torch.zeros(len(logits_MKV), device=logits_MKV.device)
+        for slot in range(logits_MKV.shape[1]):
+            q_MV = self._probabilities(self._processed(logits_MKV[:, slot], drafts))
+            mixed = torch.softmax(log_shares, dim=0) @ q_MV
+            greedy = self.sampling.temperature == 0.0
+            token = int(mixed.argmax()) if greedy else self._draft(mixed, position + slot + 1)
+            drafts.append(token)
+            rows.append(mixed)
+            # A draw that ruled the token out is out; were all, they would start anew.
+            log_shares = log_shares + q_MV[:, token].log()
+            if not bool(torch.isfinite(log_shares).any()):
+                log_shares = torch.zeros_like(log_shares)
+        return drafts, torch.stack(rows)
+
+    def judge(
+        self, drafts: Sequence[int], q_KV: Tensor, logits: Tensor, position: int
+    ) -> tuple[int, int]:
+        """Number of accepted drafts, and the bonus token after them.
+
+        `q_KV` is what `propose` gave, `logits` (m, V) are the target's at anchor and drafts.
+        """
+        if self.sampling.temperature == 0.0:
+            return self._judge_greedily(drafts, logits)
+        p_of = self._target_probabilities(drafts, logits)
+        for slot, draft in enumerate(drafts):
+            p, q = p_of(slot), q_KV[slot].to(logits.device)
+            chance_q, chance_p = torch.stack((q[draft], p[draft])).tolist()
+            if not coin(self.seed, position + slot + 1, Stream.ACCEPT) * chance_q < chance_p:
+                weights = p.clone()
+                weights[: len(q)] -= q
+                weights.clamp_(min=0.0)
+                # p and q agree to rounding and the draft was rejected all the same: any choice but
+                # p would be biased.
+                weights = weights if weights.sum() > 0 else p
+                return slot, self._draw(weights, position + slot + 1, Stream.BONUS)
+        end = len(drafts)
+        return end, self._draw(p_of(end), position + end + 1, Stream.BONUS)
+
+    def _judge_greedily(self, drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
+        for slot, row in enumerate(logits[: len(drafts) + 1]):
+            best = int(self._processed(row[None], drafts[:slot])[0].argmax())
+            if slot == len(drafts) or best != drafts[slot]:
+                return slot, best
+        raise AssertionError("logits are one more than drafts")
+
+    def _target_probabilities(
+        self, drafts: Sequence[int], logits: Tensor
+    ) -> Callable[[int], Tensor]:
+        """The target's distribution (V) after so many drafts, computed no sooner than needed where
+        a processor has to look at the tokens before."""
+        if not self.sampling.processors:
+            together = self._probabilities(logits)
+            return lambda slot: together[slot]
+        return lambda slot: self._probabilities(
+            self._processed(logits[slot][None], drafts[:slot])[0]
+        )
+
+    def _processed(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
+        """Scores (n, V) after the processors, which see the text and the drafts before."""
+        if not self.sampling.processors:
+            return logits
+        before = torch.tensor([[*self.text, *drafts]], device=logits.device)
+        before = before.expand(len(logits), -1)
+        # Processors may remember the target's width, which can exceed the drafter's vocabulary.
+        size = logits.shape[-1]
+        scores = F.pad(logits.float(), (0, max(self.width - size, 0)), value=float("-inf"))
+        for processor in self.sampling.processors:
+            scores = processor(before, scores)
+        return scores[:, :size]
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        """Float32 distribution (..., V) of `scores` at the sampling temperature, or at 1 where the
+        likeliest are taken."""
+        scores = scores.float()
+        # Largest score 0: a temperature near 0 must not overflow.
+        scaled = (scores - scores.amax(-1, keepdim=True)) / (self.sampling.temperature or 1.0)
+        if self.sampling.truncations:
+            rows = scaled.reshape(-1, scaled.shape[-1])
+            nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
+            for truncation in self.sampling.truncations:
+                rows = truncation(nothing, rows)
+            scaled = rows.view_as(scaled)
+        return torch.softmax(scaled, dim=-1)
+
+    def _draft(self, q: Tensor, position: int) -> int:
+        return self._draw(q, position, Stream.DRAFT)
+
+    def _draw(self, weights: Tensor, position: int, stream: Stream) -> int:
+        """Smallest token at which the sum of `weights` (V) exceeds a uniform share of the total."""
+        cumulative = weights.double().cumsum(dim=-1)
+        reached = (cumulative > coin(self.seed, position, stream) * cumulative[-1]) & (weights > 0)
+        return int(reached.int().argmax())
+
+
+def require_numbers(logits: Tensor, sampling: Sampling) -> None:
+    """Raise ValueError if the target's logits (..., V) hold NaN, or infinity when sampling."""
+    highest = float(logits.max())
+    if highest != highest or (sampling.temperature > 0.0 and highest == float("inf")):
+        found = "infinity" if highest == float("inf") else "NaN"
+        raise ValueError(
+            f"The target's logits hold {found}: check its weights (a truncated download) and its"
+            " dtype (float16 may overflow)."
+        )
