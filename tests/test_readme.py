@@ -70,4 +70,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True, text=True
     )
-    assert re.search(r"64 tokens, \d+\.\d\d a pass of the target", done.stdout)
+    assert re.search(r"\d+ tokens, \d+\.\d\d a pass of the target", done.stdout)
+    assert re.search(r"^[1-8] drafts kept: '", done.stdout, re.MULTILINE)
