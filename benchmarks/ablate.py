@@ -13,7 +13,6 @@ import argparse
 import csv
 import datetime
 import gc
-import subprocess
 import time
 import tomllib
 from dataclasses import replace
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
+from decode_cpu import append_rows, commit
 
 from flashmap.prompts import read_prompts
 from flashmap.training.documents import read_documents
@@ -82,7 +82,7 @@ class Ablation:
                 rows.append(
                     {
                         "date": datetime.date.today().isoformat(),
-                        "commit": _commit(),
+                        "commit": commit(),
                         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
                         "torch": torch.__version__,
                         "transformers": transformers.__version__,
@@ -122,13 +122,6 @@ def _length(found: dict[str, Any]) -> float:
     return round(float(found["acceptance_length_without_looped"]), 3)
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
 def main() -> None:
     """Run the variants that have no row yet."""
     parser = argparse.ArgumentParser(
@@ -150,12 +143,7 @@ def main() -> None:
         if name in done:
             continue
         rows = ablation.run(name)
-        fresh = not args.out.exists()
-        with args.out.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
+        append_rows(args.out, rows)
         for row in rows:
             print(name, row["jumps"], row["draws"], row["acceptance_0"], row["acceptance_1"])
         gc.collect()

@@ -131,18 +131,23 @@ def measure(dtype: str, tokens: int) -> list[dict[str, Any]]:
     return [{"dtype": dtype, **row} for row in rows]
 
 
+def commit() -> str:
+    """The checkout's commit, shortened."""
+    folder = Path(__file__).parent  # the script may be run from elsewhere
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
+    )
+    return done.stdout.strip()
+
+
 def machine() -> dict[str, str]:
     """What the numbers depend on."""
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
-    folder = Path(__file__).parent  # the script may be run from elsewhere
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
-    )
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "cpu": names[0].partition(":")[2].strip() if names else "unknown",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,

@@ -10,9 +10,7 @@ vocabulary-sized tensors once each over the rate of a large copy. Needs a CUDA d
 """
 
 import argparse
-import csv
 import datetime
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
+from decode_cpu import append_rows, commit
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
@@ -114,7 +113,7 @@ def main() -> None:
     product, copy = measure_gpu()
     row = {
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -129,21 +128,9 @@ def main() -> None:
     }
     for name, value in row.items():
         print(f"{name}: {value}")
-    fresh = not args.out.exists()
-    with args.out.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
+    append_rows(args.out, [row])
     if slots / seconds < LEAST:
         parser.exit(1, f"{slots / seconds:.0f} slots a second, claimed: at least {LEAST:.0f}\n")
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

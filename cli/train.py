@@ -34,9 +34,9 @@ def data(recipe: RecipeFile, set_: Set = None, device: Device = None, json: Json
         from flashmap.modeling.target_flashmap import num_embedding_rows
         from flashmap.training.data import DataMaker
         from flashmap.training.report import report_data
-        from flashmap.training.setup import pick_device, prepare_target
+        from flashmap.training.setup import prepare_target
 
-        target, tokenizer = prepare_target(chosen, pick_device(device))
+        target, tokenizer = prepare_target(chosen, device)
         with _progress() as progress:
             DataMaker(chosen, target, tokenizer, progress).run()
         vocab_size = num_embedding_rows(target)

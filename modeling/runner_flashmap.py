@@ -97,8 +97,8 @@ class TargetRunner:
         ids = torch.stack([F.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
         pads = torch.tensor([longest - length for length in self._lengths], device=self._device)
         if any(length < longest for length in self._lengths):
-            self._visible = torch.arange(longest, device=self._device) >= pads.unsqueeze(1)
             places = torch.arange(longest, device=self._device) - pads.unsqueeze(1)
+            self._visible = places >= 0
             logits = self._forward(ids, 1, self._visible, position_ids=places.clamp(min=0))
         else:
             logits = self._forward(ids, 1, None)
@@ -169,9 +169,10 @@ class TargetRunner:
         longest = max(self._lengths)
         even = min(self._lengths) == longest
         holes = self._visible.shape[1] - longest
-        if holes <= _MOST_HOLES and not (even and len(self._lengths) == 1 and holes):
-            if even and not holes:
-                self._visible = None
+        if even and not holes:
+            self._visible = None
+            return
+        if holes <= _MOST_HOLES and len(self._lengths) > 1:
             return
         order = torch.argsort((~self._visible).int(), dim=1, stable=True)[:, :longest]
         layers: list[Any] = self._cache.layers

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flashmap.modeling.target_flashmap import text_config
+from flashmap.modeling.target_flashmap import layers_with_windows, text_config
 
 GROUPED, CAUSAL = "flashmap_grouped", "flashmap_causal"
 
@@ -62,12 +62,7 @@ AttentionMaskInterface.register(CAUSAL, _no_mask)
 def is_plain(target: PreTrainedModel) -> bool:
     """Whether every layer attends to all positions before its own, by `sdpa`."""
     config: Any = text_config(target)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        full = set(kinds) == {"full_attention"}
-    else:  # such configurations have one kind of layer, windowed if a window is set
-        full = not getattr(config, "sliding_window", None)
-    return full and config._attn_implementation == "sdpa"
+    return not layers_with_windows(target) and config._attn_implementation == "sdpa"
 
 
 @contextmanager

@@ -7,7 +7,6 @@ run that was killed goes on with the first file that is missing.
 """
 
 import dataclasses
-import hashlib
 import json
 import random
 import time
@@ -23,7 +22,7 @@ from flashmap.prompts import MARK, encode_many, read_prompts
 from .checkpoints import seed_of
 from .documents import Document, Filter, document_file, pack, read_about, write_documents
 from .generation import Decoder, end_tokens, make_decoder
-from .prompts import make_prompts
+from .prompts import is_held_out, make_prompts
 from .recipe import Recipe
 from .user_data import read_user_documents
 
@@ -156,7 +155,7 @@ class DataMaker:
                 else []
             )
         ]
-        found += [(text, "own", _is_held_out(text, data.held_out_share)) for text in own]
+        found += [(text, "own", is_held_out(text, data.held_out_share)) for text in own]
         asked = self._evaluation_prompts()
         found = [row for row in found if _bare(row[0]) not in asked]
         rng = random.Random(seed)
@@ -303,10 +302,6 @@ class DataMaker:
 def _bare(text: str) -> str:
     """Letters and digits only, to compare requests."""
     return "".join(character for character in text.lower() if character.isalnum())
-
-
-def _is_held_out(text: str, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < share * 2**64
 
 
 def file_counts(folder: Path) -> dict[str, float]:

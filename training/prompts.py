@@ -111,9 +111,10 @@ def _load_bank() -> _Bank:
     )
 
 
-def _is_held_out(topic: str, share: float) -> bool:
-    """Whether a topic falls into the held-out share: by its text alone, the same everywhere."""
-    digest = hashlib.sha256(topic.encode()).digest()
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a topic, or a text without one, falls into the held-out share: by itself alone, the
+    same everywhere."""
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
@@ -142,7 +143,7 @@ class _Writer:
             # Numbers have no subject, so the kind of problem and its noun or first number stand in.
             abouts = [f"{kind}: {about}" for about in abouts or [first or template]]
         topic = abouts[0] if abouts else template
-        sides = [_is_held_out(about, self._share) for about in abouts or [topic]]
+        sides = [is_held_out(about, self._share) for about in abouts or [topic]]
         if any(side != sides[0] for side in sides):
             return None
         return Prompt(self._frame(text, template, kind, domain), domain, topic, sides[0])

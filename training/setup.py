@@ -68,16 +68,12 @@ def drafter_config(
     return config
 
 
-def pick_device(name: str | None) -> torch.device:
-    """The named device, or a GPU if there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def prepare_target(
-    recipe: Recipe, device: torch.device, dtype: str | None = None
+    recipe: Recipe, device: torch.device | str | None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The recipe's target, frozen, on `device` in the run's dtype, and its tokenizer."""
-    target, tokenizer = load_target(recipe.target, device, dtype or recipe.run.dtype)
+    """The recipe's target, frozen, in the run's dtype, and its tokenizer; `device` as `load_pair`
+    takes it."""
+    target, tokenizer = load_target(recipe.target, device, recipe.run.dtype)
     target.requires_grad_(False)
     return target, tokenizer
 

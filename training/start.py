@@ -13,7 +13,7 @@ from flashmap.prompts import read_prompts
 from .documents import read_documents
 from .evaluation import Progress, evaluate_loop, evaluate_walks
 from .recipe import Recipe
-from .setup import new_drafter, pick_device, prepare_target, wrap_target
+from .setup import new_drafter, prepare_target, wrap_target
 from .trainer import Trainer
 
 
@@ -64,9 +64,7 @@ def start_evaluation(
     if not wanted.prompts:
         raise ValueError("the recipe names no evaluation.prompts: give it a file of prompts")
     prompts = read_prompts(Path(wanted.prompts))
-    target, drafter, tokenizer = load_pair(
-        recipe.target, reference, pick_device(device), wanted.dtype
-    )
+    target, drafter, tokenizer = load_pair(recipe.target, reference, device, wanted.dtype)
     for steps in wanted.num_steps:
         drafter.config.grid(steps)
     wrapped = wrap_target(target, drafter.config)

@@ -1,12 +1,12 @@
 """Documents of a user's own text: conversations or plain text, instead of generated answers."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .documents import MIN_ANSWER, Document
+from .prompts import is_held_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +33,7 @@ def read_user_documents(
                 continue
             where = f"{path}:{number}"
             row = _row(line, where) if path.suffix == ".jsonl" else {"text": line.strip()}
-            digest = hashlib.sha256(line.strip().encode()).digest()[:8]
-            held_out = int.from_bytes(digest) < held_out_share * 2**64
+            held_out = is_held_out(line.strip(), held_out_share)
             yield from _documents(row, tokenizer, max_length, held_out, where)
 
 

@@ -22,7 +22,7 @@ from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 from .blocks import Context, Target, build_context, encode_documents
 from .checkpoints import seeded
 from .documents import Documents
-from .losses import mixture_distribution
+from .losses import mixture_distribution, mixture_nll
 
 TEXTS_AT_ONCE = 64
 TOKENS_AT_ONCE = 2**14  # whose target logits are alive at once
@@ -209,8 +209,7 @@ class _Walker:
             return torch.softmax(scaled[:, 0], dim=-1)
         picked = tokens[:, None, :, None].expand(-1, self.num_draws, -1, 1)
         log_q = torch.log_softmax(scaled, dim=-1).gather(3, picked)[..., 0]
-        shares = torch.softmax(log_q.cumsum(dim=-1) - log_q, dim=1)
-        return mixture_distribution(scaled, shares)
+        return mixture_distribution(scaled, mixture_nll(log_q).shares)
 
     def _draft(self, active: Tensor, positions: Tensor) -> Tensor:
         """Draft logits (B, M, K, V) of the blocks at these positions (B, K)."""

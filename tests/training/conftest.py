@@ -1,14 +1,3 @@
-"""One computing thread: these models are so small that a second one only costs time."""
+"""One computing thread for the tests of this folder."""
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from support.one_thread import one_thread  # noqa: F401  # a fixture that every test here uses
