@@ -33,8 +33,11 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, recipe: RunRecipe) -> None:
         self.recipe = recipe
+        # The largest first of each kind: behind a lone number, no weight would lie where the fast
+        # kernels can take it.
         named = sorted(
-            model.named_parameters(), key=lambda pair: _kind(pair[0], pair[1], recipe.optimizer)
+            model.named_parameters(),
+            key=lambda pair: (_kind(*pair, recipe.optimizer), -pair[1].numel()),
         )
         kinds = [_kind(name, parameter, recipe.optimizer) for name, parameter in named]
         self.names = [name for name, _ in named]
