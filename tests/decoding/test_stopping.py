@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import toys
 from support.oracle import alone, oracle, together
-from support.toys import VOCAB, greedy, hook_count, prompt, text_of
+from support.toys import greedy, hook_count, prompt, text_of
+from support.words import tokenizer
 from torch import Tensor
 from transformers import (
     MaxLengthCriteria,
@@ -200,19 +200,6 @@ class TestTime:
             stopping_criteria=[criterion],
         )  # fmt: skip
         assert all(0 < row[2] < 480 for row in found)
-
-
-def tokenizer() -> Any:
-    """A tokenizer of as many words as the toys have tokens: aa, ab, ac, ..."""
-    letters = "abcdefgh"
-    words = [one + two for one in letters for two in letters][:VOCAB]
-    tokenizers = pytest.importorskip("tokenizers")
-    vocab = {word: place for place, word in enumerate(words)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="aa"))
-    pairs = tokenizers.Regex("..")
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(pairs, "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="aa")
 
 
 @pytest.mark.parametrize("place", range(1, 10))
