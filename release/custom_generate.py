@@ -61,6 +61,11 @@ def generate(
         if draft_model is None:
             repo, found = _source(draft_repo, draft_revision, revision)
             draft_model = _load(repo, found, model.device, model.dtype, loading)
+        if not hasattr(draft_model, "flashmap_decoding"):
+            raise ValueError(
+                f"draft_model is a {type(draft_model).__name__}, expected a loaded FlashMap"
+                " drafter: draft_repo takes the folder or Hub id of one."
+            )
         _move_stop_strings(arguments)
         decoding = partial(
             draft_model.flashmap_decoding,

@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from flashmap.modeling.hook_flashmap import flashmap_decoding
 
-LENGTH, NUM_TOKENS = 7, 20
+LENGTH, NUM_TOKENS = 7, 14
 
 
 @functools.cache
@@ -105,6 +105,7 @@ def allowed(row: int, ids: Tensor) -> list[int]:
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "length": lambda: {"max_length": 19},
+    "no time": lambda: {"max_time": 1e-9},
     "one token": lambda: {"max_new_tokens": 1},
     "end tokens": lambda: {"eos_token_id": [60, text()[6]]},
     "repetition": lambda: {"repetition_penalty": 1.4},
@@ -147,6 +148,22 @@ def test_greedy_text_is_plain_generates(setting: str, inputs: Any) -> None:
         assert hooked(inputs(), knowing(plain[0]), **SETTINGS[setting]()).equal(plain)
         assert (plain[0, LENGTH:].tolist() == text()) == (setting == "nothing")
     assert hook_count(target()) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 6, 9])
+def test_exactly_so_many_tokens(num_tokens: int) -> None:
+    found = hooked(single(), knowing(generate(single())[0]), max_new_tokens=num_tokens)
+    assert found[0, LENGTH:].tolist() == text()[:num_tokens]
+
+
+@pytest.mark.parametrize("make", [toys.gemma2, toys.gpt2, toys.qwen3])
+def test_other_targets_beyond_their_window(make: Any) -> None:
+    ids, other = prompt(13), make()
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "pad_token_id": 0}
+    found = other.generate(
+        ids, custom_generate=flashmap_decoding, draft_model=toys.drafter(), **settings
+    )
+    assert found.equal(other.generate(ids, **settings))
 
 
 def test_padding_on_the_right_is_text_as_without() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashmap.modeling import hook_flashmap
 from flashmap.modeling.hook_flashmap import flashmap_decoding
 
-SMALL, NUM_TOKENS, COUNT = 6, 3, 400
+SMALL, NUM_TOKENS, COUNT = 6, 3, 300
 PROMPT = torch.tensor([[4, 2, 5]])
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},

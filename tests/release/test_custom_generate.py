@@ -80,6 +80,7 @@ def test_what_is_refused_ends_the_stream_once(report: dict[str, Any]) -> None:
     assert refused["beams"].startswith("1 num_beams=2 does not go with flashmap_decoding")
     assert refused["assistant"].startswith("1 assistant_model does not go with")
     assert refused["unknown"].startswith("1 ") and "num_drafts" in refused["unknown"]
+    assert refused["no drafter"].startswith("1 draft_model is a str, expected a loaded FlashMap")
     assert refused["nothing"] == "1 nothing"
 
 

@@ -113,6 +113,7 @@ report["refused"] = {
     "beams": failure(num_beams=2),
     "assistant": failure(assistant_model=drafter),
     "unknown": failure(num_drafts=3),
+    "no drafter": failure(draft_model=TWIN),
     "nothing": failure(max_new_tokens=1),
 }
 print(json.dumps(report))  # noqa: T201 - what the test reads
