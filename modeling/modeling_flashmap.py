@@ -31,9 +31,10 @@ from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
 from .decoding_flashmap import spec_generate, stream_generate
 from .fused_flashmap import draw_seeds, rope_table, seeded_normal
-from .hook_flashmap import NotAnAssistant, flashmap_decoding
+from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .loop_flashmap import DraftLoop
+from .refusals_flashmap import NotAnAssistant
 from .request_flashmap import Request
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler
