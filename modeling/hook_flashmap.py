@@ -150,14 +150,15 @@ def _request(
 ) -> Request:
     """What `generate` prepared, in the loop's terms."""
     prompts = check_prompts(model, input_ids, attention_mask)
-    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    # These two criteria are part of every call; as numbers they cost nothing.
+    ends = [one for one in criteria if type(one) is EosTokenCriteria]
+    lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
+    others = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
+    max_length = min(lengths, default=generation_config.max_length)
+    max_new_tokens = max(1, max_length - input_ids.shape[1])
     temperature = 1.0 if generation_config.do_sample else 0.0  # a warper divides by the true one
     check_numbers(max_new_tokens, temperature, num_draws)
     check_pair(drafter, model, prompts, max_new_tokens, num_steps)
-    # These two criteria are part of every call; as numbers they cost nothing.
-    ends = [one for one in criteria if type(one) is EosTokenCriteria]
-    others = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
-    lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
     processors, truncations = _split(logits_processor, generation_config.do_sample)
     return Request(
         prompts,
@@ -166,7 +167,7 @@ def _request(
         draw_seeds(len(prompts), seed, None),
         {token for one in ends for token in one.eos_token_id.tolist()},
         others,
-        max(1, min([max_new_tokens, *(length - input_ids.shape[1] for length in lengths)])),
+        max_new_tokens,
         num_steps,
         num_draws,
         keeps_scores=bool(

@@ -15,7 +15,13 @@ from support.oracle import padded
 from support.toys import VOCAB, greedy, hook_count, prompt
 from support.words import tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from flashmap.modeling.hook_flashmap import flashmap_decoding
@@ -105,6 +111,10 @@ def allowed(row: int, ids: Tensor) -> list[int]:
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "length": lambda: {"max_length": 19},
+    "criterion of length": lambda: {"stopping_criteria": [MaxLengthCriteria(15)]},
+    "one beyond the length": lambda: {
+        "stopping_criteria": [MaxLengthCriteria(15)], "max_new_tokens": 2
+    },
     "no time": lambda: {"max_time": 1e-9},
     "one token": lambda: {"max_new_tokens": 1},
     "end tokens": lambda: {"eos_token_id": [60, text()[6]]},
