@@ -1,9 +1,8 @@
 """`generate(custom_generate=flashmap_decoding)` gives what plain `generate` gives with the same
-settings: tokens, scores, streams.
+settings: tokens and scores.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,19 @@ import pytest
 import torch
 import transformers
 from support import toys
+from support.hooked import (
+    LENGTH,
+    NUM_TOKENS,
+    batch,
+    generate,
+    hooked,
+    knowing,
+    single,
+    target,
+    text,
+)
 from support.oracle import padded
-from support.toys import VOCAB, greedy, hook_count, prompt
+from support.toys import VOCAB, hook_count, prompt
 from support.words import tokenizer
 from torch import Tensor
 from transformers import (
@@ -25,51 +35,6 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from flashmap.modeling.hook_flashmap import flashmap_decoding
-
-LENGTH, NUM_TOKENS = 7, 14
-
-
-@functools.cache
-def target() -> Any:
-    return toys.llama()
-
-
-@functools.cache
-def text() -> list[int]:
-    return greedy(target(), prompt(LENGTH), NUM_TOKENS)
-
-
-def batch() -> dict[str, Tensor]:
-    """Three prompts, padded on the left with a token that texts hold too."""
-    ids, mask = padded([prompt(n, seed=n) for n in (3, 9, 5)], "left", pad=text()[0], more=1)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def single() -> dict[str, Tensor]:
-    ids = prompt(LENGTH)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def knowing(ids: Tensor) -> Any:
-    """Drafts most of a text (P + n) right."""
-    script = {place: int(token) for place, token in enumerate(ids) if place % 6 != 4}
-    return toys.scripted(script)
-
-
-def generate(inputs: dict[str, Tensor], **settings: Any) -> Any:
-    """Plain, with a padding token, for `NUM_TOKENS` unless another end is set."""
-    ends = {"max_length", "max_new_tokens", "generation_config"}
-    if not ends & settings.keys():
-        settings["max_new_tokens"] = NUM_TOKENS
-    if "generation_config" not in settings:
-        settings.setdefault("pad_token_id", 0)
-    return target().generate(**inputs, **settings)
-
-
-def hooked(inputs: dict[str, Tensor], drafter: Any = None, **settings: Any) -> Any:
-    """The same with the callable."""
-    settings.setdefault("custom_generate", flashmap_decoding)
-    return generate(inputs, draft_model=drafter or toys.drafter(), **settings)
 
 
 class ByPrefix(LogitsProcessor):
@@ -292,155 +257,7 @@ class TestStopStrings:
             hooked(single(), stop_strings="ab", tokenizer=tokenizer())
 
 
-class Recorder:
-    """Remembers every call in order, and may fail at the n-th value."""
-
-    def __init__(self, fail_at: int | None = None) -> None:
-        self.values: list[Tensor] = []
-        self.ends, self.fail_at = 0, fail_at
-
-    def put(self, value: Tensor) -> None:
-        assert self.ends == 0, "a value after the end"
-        if len(self.values) == self.fail_at:
-            raise ConnectionError("the reader went away")
-        self.values.append(value)
-
-    def end(self) -> None:
-        self.ends += 1
-
-
-def bound(streamer: Any) -> dict[str, Any]:
-    return {"custom_generate": functools.partial(flashmap_decoding, streamer=streamer)}
-
-
-WAYS = {"by its name": lambda streamer: {"streamer": streamer}, "bound": bound}
-
-
-@pytest.mark.parametrize("way", WAYS)
-class TestStreamer:
-    def test_prompt_then_tokens_then_one_end(self, way: str) -> None:
-        streamer = Recorder()
-        found = hooked(single(), **WAYS[way](streamer))
-        assert streamer.values[0].equal(prompt(LENGTH))
-        assert torch.cat(streamer.values[1:]).tolist() == found[0, LENGTH:].tolist() == text()
-        assert streamer.ends == 1
-
-    def test_one_end_when_the_reader_fails(self, way: str) -> None:
-        streamer = Recorder(fail_at=3)
-        with pytest.raises(ConnectionError):
-            hooked(single(), **WAYS[way](streamer))
-        assert streamer.ends == 1
-        assert hook_count(target()) == 0
-
-    def test_one_end_when_a_setting_is_refused(self, way: str) -> None:
-        streamer = Recorder()
-        with pytest.raises(ValueError, match="prompt_lookup_num_tokens"):
-            hooked(single(), **WAYS[way](streamer), prompt_lookup_num_tokens=2)
-        assert streamer.ends == 1
-
-    def test_a_thread_reads_the_text(self, way: str) -> None:
-        words = tokenizer()
-        streamer = transformers.TextIteratorStreamer(words, skip_prompt=True, timeout=60)
-        worker = threading.Thread(target=hooked, args=(single(),), kwargs=WAYS[way](streamer))
-        worker.start()
-        shown = "".join(streamer)
-        worker.join()
-        assert shown == words.decode(text())
-
-    def test_a_thread_that_reads_ends_when_the_target_fails(self, way: str) -> None:
-        own, passes = toys.llama(), iter(range(2))
-
-        def fail(*args: Any) -> None:
-            if next(passes, None) is None:
-                raise RuntimeError("out of memory")
-
-        own.model.layers[-1].register_forward_hook(fail)
-        words, raised = tokenizer(), []
-        streamer = transformers.TextIteratorStreamer(words, skip_prompt=True, timeout=60)
-        settings = {"custom_generate": flashmap_decoding, **WAYS[way](streamer)}
-
-        def work() -> None:
-            try:
-                own.generate(**single(), draft_model=toys.drafter(), max_new_tokens=9, **settings)
-            except RuntimeError as error:
-                raised.append(str(error))
-
-        worker = threading.Thread(target=work)
-        worker.start()
-        shown = "".join(streamer)
-        worker.join()
-        assert raised == ["out of memory"]
-        assert shown
-        assert words.decode(text()).startswith(shown)
-
-
-def test_text_streamer_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    hooked(single(), streamer=transformers.TextStreamer(tokenizer(), skip_prompt=True))
-    assert capsys.readouterr().out.strip() == tokenizer().decode(text())
-
-
 def test_the_drafter_carries_the_callable() -> None:
     drafter = toys.drafter()
     found = generate(single(), custom_generate=drafter.flashmap_decoding, draft_model=drafter)
     assert found[0, LENGTH:].tolist() == text()
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "num_beams=2": {"num_beams": 2},
-    "num_return_sequences=2": {"num_return_sequences": 2, "do_sample": True},
-    "penalty_alpha=0.6": {"penalty_alpha": 0.6, "top_k": 4},
-    "dola_layers='low'": {"dola_layers": "low"},
-    "prompt_lookup_num_tokens=3": {"prompt_lookup_num_tokens": 3},
-    "assistant_early_exit=1": {"assistant_early_exit": 1},
-    "guidance_scale=1.5": {"guidance_scale": 1.5},
-    "cache_implementation='static'": {"cache_implementation": "static"},
-    "output_attentions=True": {"output_attentions": True, "return_dict_in_generate": True},
-    "output_hidden_states=True": {"output_hidden_states": True, "return_dict_in_generate": True},
-    "past_key_values does": {"past_key_values": transformers.DynamicCache()},
-    "position_ids are not": {"position_ids": torch.arange(1, LENGTH + 1)[None]},
-    "num_draws=0": {"num_draws": 0},
-    "num_steps": {"num_steps": 9},
-    "seed": {"seed": "x"},
-    "draft_model is a str": {"draft_model": "smollm2-135m"},
-}
-
-
-@pytest.mark.parametrize("named", REFUSED)
-def test_what_cannot_be_honoured_is_named(named: str) -> None:
-    settings = {"draft_model": toys.drafter(), "custom_generate": flashmap_decoding}
-    with pytest.raises(ValueError) as caught:
-        generate(single(), **{**settings, **REFUSED[named]})
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert hook_count(target()) == 0
-
-
-def test_a_missing_drafter_is_named() -> None:
-    with pytest.raises(ValueError, match="draft_model is missing, expected a FlashMap drafter"):
-        generate(single(), custom_generate=flashmap_decoding)
-
-
-def test_embeddings_in_the_place_of_tokens_are_refused() -> None:
-    embeds = target().get_input_embeddings()(prompt(LENGTH)).detach()
-    with pytest.raises(ValueError, match="inputs_embeds: flashmap_decoding runs the target on"):
-        hooked({"inputs_embeds": embeds})
-
-
-class TestAssistant:
-    @pytest.mark.parametrize("sample", [False, True])
-    def test_a_drafter_says_what_to_call_instead(self, sample: bool) -> None:
-        with pytest.raises(ValueError, match=r"custom_generate=draft\.flashmap_decoding"):
-            generate(single(), assistant_model=toys.drafter(), do_sample=sample)
-
-    def test_it_is_refused_beside_the_callable(self) -> None:
-        with pytest.raises(ValueError, match="assistant_model does not go with"):
-            hooked(single(), assistant_model=toys.drafter())
-
-    def test_the_guard_is_in_nobodys_way(self, tmp_path: Any) -> None:
-        drafter = toys.drafter()
-        assert drafter.generation_config.eos_token_id is None
-        assert not drafter.can_generate()
-        drafter.save_pretrained(tmp_path)
-        assert not (tmp_path / "generation_config.json").exists()
-        again = type(drafter).from_pretrained(tmp_path)
-        assert again.state_dict().keys() == drafter.state_dict().keys()
