@@ -52,6 +52,19 @@ def test_embeddings_in_the_place_of_tokens_are_refused() -> None:
         hooked({"inputs_embeds": embeds})
 
 
+@pytest.mark.parametrize(("size", "refused"), [(1, False), (2, True)])
+def test_weights_shared_among_processes_are_refused(
+    size: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: size)
+    if refused:
+        with pytest.raises(ValueError, match="synced_gpus: the weights are shared among several"):
+            hooked(single(), synced_gpus=True)
+    else:
+        assert hooked(single(), synced_gpus=True).shape[1] > LENGTH
+
+
 class TestAssistant:
     @pytest.mark.parametrize("sample", [False, True])
     def test_a_drafter_says_what_to_call_instead(self, sample: bool) -> None:
