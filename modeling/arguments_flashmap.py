@@ -110,6 +110,13 @@ def check_numbers(max_new_tokens: Any, temperature: Any, num_draws: Any = 1) -> 
         )
 
 
+def check_time(max_time: Any) -> None:
+    """Raise ValueError for what is neither None nor a number of seconds."""
+    number = isinstance(max_time, Real) and not isinstance(max_time, bool)
+    if max_time is not None and not (number and max_time > 0.0):
+        raise ValueError(f"max_time={max_time!r} is not valid: pass a number of seconds above 0.")
+
+
 def check_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
     """Positions a learned table lacks are an error; those a rotary one was not made for warn."""
     limit = position_limit(target, prompt_length)

@@ -3,32 +3,26 @@ target agrees with.
 
 The result has the target's own distribution: greedy decoding gives the target's own greedy tokens,
 and sampling draws from exactly what the target, its temperature and its processors give. The rounds
-are in `loop_flashmap`, drawing and accepting in `sampling_flashmap`; here is what is asked for and
-when it ends.
+are in `loop_flashmap`, drawing and accepting in `sampling_flashmap`, what can be asked for in
+`request_flashmap`; here is when a text ends and what is returned.
 
 Legend: B sequences, P prompt tokens.
 """
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
-from .arguments_flashmap import (
-    check_length,
-    check_numbers,
-    check_prompts,
-    padding_token,
-    stop_tokens,
-)
-from .fused_flashmap import draw_seeds
-from .loop_flashmap import Commit, Drafter, DraftLoop
-from .sampling_flashmap import Sampling, make_sampling
+from .arguments_flashmap import padding_token
+from .loop_flashmap import Commit, DraftLoop
+from .request_flashmap import Drafter, Request, Settings, make_request
+from .sampling_flashmap import Sampler
 
 
 @dataclass
@@ -84,55 +78,6 @@ class Streamer(Protocol):
     def end(self) -> Any: ...
 
 
-@dataclass
-class _Request:
-    """A generation, checked."""
-
-    prompts: list[Tensor]
-    sampling: Sampling
-    seeds: list[int]
-    stops: set[int]
-    criteria: Sequence[Any]
-    num_steps: int | None
-    num_draws: int
-    max_new_tokens: int
-
-
-def _request(
-    drafter: Drafter,
-    target: PreTrainedModel,
-    input_ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    num_steps: int | None,
-    stop_token_ids: int | Sequence[int] | None,
-    generator: torch.Generator | None,
-    seed: int | Sequence[int] | None,
-    attention_mask: Tensor | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    num_draws: int,
-    logits_processor: LogitsProcessorList | None,
-    stopping_criteria: StoppingCriteriaList | None,
-) -> _Request:
-    prompts = check_prompts(target, input_ids, attention_mask)
-    check_numbers(max_new_tokens, temperature, num_draws)
-    check_length(target, max(map(len, prompts)), max_new_tokens)
-    drafter.check_target(target)
-    drafter.config.grid(num_steps or None)
-    return _Request(
-        prompts,
-        make_sampling(float(temperature), top_k, top_p, min_p, logits_processor),
-        draw_seeds(len(prompts), seed, generator),
-        stop_tokens(target, stop_token_ids),
-        list(stopping_criteria or ()),
-        num_steps,
-        num_draws,
-        max_new_tokens,
-    )
-
-
 @torch.no_grad()
 def spec_generate(
     drafter: Drafter,
@@ -144,15 +89,8 @@ def spec_generate(
     stop_token_ids: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     *,
-    seed: int | Sequence[int] | None = None,
-    attention_mask: Tensor | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    num_draws: int = 1,
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: StoppingCriteriaList | None = None,
     streamer: Streamer | None = None,
+    **settings: Unpack[Settings],
 ) -> FlashMapGenerateOutput:
     """Continue prompts with `target`'s own distribution, drafting blocks with `drafter`.
 
@@ -169,49 +107,35 @@ def spec_generate(
         stop_token_ids: tokens to end after; None takes the end tokens of the target's generation
             configuration.
         generator: where the seeds come from if none is given; None: torch's default CPU generator.
-        seed: makes the run repeatable whatever else has drawn random numbers; an integer (sequence
-            b has seed + b), or one a sequence.
-        attention_mask: (B, P), 0 for padding, on the left or the right; None: no padding.
-        top_k: sample from so many of the likeliest tokens.
-        top_p: sample from the likeliest tokens that have this probability together.
-        min_p: sample from tokens that are at least this share as likely as the likeliest.
-        num_draws: noise draws a block; their mixture is the proposal, as exact as one draw, and at
-            temperature 0 the path that they support best.
-        logits_processor: transformers' processors; they act on the target's logits, and on the
-            drafts', before the temperature, each with the tokens that stand before.
-        stopping_criteria: transformers' criteria, asked after every token with the whole sequence.
         streamer: gets the prompt, then each round's committed tokens, then the end, exactly once,
             errors included; for one sequence.
+        settings: seed, attention_mask, top_k, top_p, min_p, num_draws, logits_processor,
+            stopping_criteria, max_time, stop_strings, tokenizer; `Settings` says what they are.
 
     Raises:
         ValueError: an argument is out of its range, or the drafter does not fit the target.
     """
-    try:
-        request = _request(
+    with ended(streamer):
+        request = make_request(
             drafter, target, input_ids, max_new_tokens, temperature, num_steps, stop_token_ids,
-            generator, seed, attention_mask, top_k, top_p, min_p, num_draws, logits_processor,
-            stopping_criteria,
+            generator, **settings,
         )  # fmt: skip
-        if streamer is not None:
-            if len(request.prompts) > 1:
-                raise ValueError(
-                    f"streamer shows one sequence, input_ids holds {len(request.prompts)}: leave it"
-                    " out, or pass one prompt."
-                )
-            streamer.put(input_ids.cpu())
         texts: list[list[int]] = [[] for _ in request.prompts]
         lengths: list[list[int]] = [[] for _ in request.prompts]
-        with closing(_rounds(drafter, target, request)) as rounds:
-            for cut, committed in rounds:
-                if texts[cut.row]:  # the token after the prompt costs no verification pass
-                    lengths[cut.row].append(committed)
-                texts[cut.row] += cut.tokens
-                if streamer is not None:
-                    streamer.put(torch.tensor(cut.tokens))
-    finally:
         if streamer is not None:
-            streamer.end()
-    return _output(target, input_ids, texts, lengths, request)
+            require_one(request, "streamer")
+            streamer.put(input_ids.cpu())
+        with closing(rounds(drafter, target, request)) as found:
+            for commit, size in found:
+                if texts[commit.row]:  # the token after the prompt costs no verification pass
+                    lengths[commit.row].append(size)
+                texts[commit.row] += commit.tokens
+                if streamer is not None:
+                    streamer.put(torch.tensor(commit.tokens))
+    sequences = with_texts(input_ids, texts, padding_token(target, request.stops))
+    if len(texts) == 1:
+        return FlashMapGenerateOutput(sequences, len(texts[0]), lengths[0], request.seeds)
+    return FlashMapGenerateOutput(sequences, [len(text) for text in texts], lengths, request.seeds)
 
 
 def stream_generate(
@@ -223,15 +147,7 @@ def stream_generate(
     num_steps: int | None = None,
     stop_token_ids: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
-    *,
-    seed: int | Sequence[int] | None = None,
-    attention_mask: Tensor | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    num_draws: int = 1,
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: StoppingCriteriaList | None = None,
+    **settings: Unpack[Settings],
 ) -> Iterator[Round]:
     """`spec_generate` of one prompt, a `Round` at a time.
 
@@ -241,88 +157,108 @@ def stream_generate(
     Raises:
         ValueError: as `spec_generate`, and for more than one prompt.
     """
-    request = _request(
+    request = make_request(
         drafter, target, input_ids, max_new_tokens, temperature, num_steps, stop_token_ids,
-        generator, seed, attention_mask, top_k, top_p, min_p, num_draws, logits_processor,
-        stopping_criteria,
+        generator, **settings,
     )  # fmt: skip
-    if len(request.prompts) > 1:
-        raise ValueError(
-            f"stream_generate shows one sequence, input_ids holds {len(request.prompts)}: pass one"
-            " prompt, or use spec_generate."
-        )
+    require_one(request, "stream_generate")
     return _streamed(drafter, target, request)
 
 
 def _streamed(
-    drafter: Drafter, target: PreTrainedModel, request: _Request
+    drafter: Drafter, target: PreTrainedModel, request: Request
 ) -> Generator[Round, None, None]:
     began = time.perf_counter()
-    with closing(_rounds(drafter, target, request)) as rounds:
+    with closing(rounds(drafter, target, request)) as found:
         while True:
             with torch.no_grad():  # not while the consumer runs
-                found = next(rounds, None)
-            if found is None:
+                commit, _ = next(found, (None, 0))
+            if commit is None:
                 return
-            cut = found[0]
             now = time.perf_counter()
-            bonus = cut.tokens[cut.accepted] if cut.accepted < len(cut.tokens) else None
-            yield Round(cut.tokens, min(cut.accepted, len(cut.tokens)), bonus, now - began)
+            drafted = min(commit.accepted, len(commit.tokens))
+            bonus = commit.tokens[drafted] if drafted < len(commit.tokens) else None
+            yield Round(commit.tokens, drafted, bonus, now - began)
             began = now
 
 
-def _rounds(
-    drafter: Drafter, target: PreTrainedModel, request: _Request
+# For the callers above, and for the hook of transformers
+
+
+@contextmanager
+def ended(streamer: Streamer | None) -> Iterator[None]:
+    """Ends the stream with the block, errors included."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def require_one(request: Request, name: str) -> None:
+    """Raise ValueError for more than one prompt."""
+    if len(request.prompts) > 1:
+        raise ValueError(
+            f"{name} shows one sequence, input_ids holds {len(request.prompts)}: pass one prompt,"
+            " or decode them without."
+        )
+
+
+def rounds(
+    drafter: Drafter, target: PreTrainedModel, request: Request
 ) -> Generator[tuple[Commit, int], None, None]:
     """What each round commits for each sequence that still runs, cut where it ends, and how many
     tokens it would have been but for `max_new_tokens`."""
     counts = [0] * len(request.prompts)
+    scores: list[list[Tensor]] = [[] for _ in request.prompts]
     with drafter.target_features(target) as tap:
-        loop = DraftLoop(
-            drafter, target, tap, request.prompts, request.sampling, request.seeds,
-            request.num_steps, request.num_draws, request.max_new_tokens,
-        )  # fmt: skip
+        loop = DraftLoop(drafter, target, tap, request)
         commits, running = loop.start(), list(range(len(counts)))
         while True:
-            for row, tokens, accepted in commits:
-                stop = _first_stop(loop.text(row), tokens, request)
-                new = tokens if stop is None else tokens[: stop + 1]
-                kept = new[: request.max_new_tokens - counts[row]]
-                counts[row] += len(kept)
+            for commit in commits:
+                row = commit.row
+                if request.criteria and commit.scores is not None:
+                    scores[row] += commit.scores
+                stop = _first_stop(loop.sampler(row), commit, request, scores[row])
+                size = len(commit.tokens) if stop is None else stop + 1
+                kept = commit.cut(min(size, request.max_new_tokens - counts[row]))
+                counts[row] += len(kept.tokens)
                 if stop is not None or counts[row] == request.max_new_tokens:
                     running.remove(row)
-                yield Commit(row, kept, accepted), len(new)
+                yield kept, size
             if not running:
                 return
             loop.keep(running)
             commits = loop.step()
 
 
-def _first_stop(text: list[int], tokens: list[int], request: _Request) -> int | None:
-    """Place in `tokens`, the end of `text`, after which the sequence is over; None: it goes on."""
-    before = len(text) - len(tokens)
-    for place, token in enumerate(tokens):
+def _first_stop(
+    sampler: Sampler, commit: Commit, request: Request, scores: list[Tensor]
+) -> int | None:
+    """Place in the commit's tokens, the end of the text, after which the sequence is over; None: it
+    goes on."""
+    before = len(sampler.text) - len(commit.tokens)
+    for place, token in enumerate(commit.tokens):
         if token in request.stops:
             return place
-        if request.criteria:
-            ids = torch.tensor([text[: before + place + 1]])
-            if any(bool(torch.as_tensor(one(ids, None)).all()) for one in request.criteria):
-                return place
+        if not request.criteria:
+            continue
+        ids = sampler.place.show(sampler.text[: before + place + 1], request.prompts[0].device)
+        count = len(scores) - len(commit.tokens) + place + 1
+        shown = tuple(one.repeat(len(ids), 1) for one in scores[:count]) if scores else None
+        if any(_fires(one(ids, shown), sampler) for one in request.criteria):
+            return place
     return None
 
 
-def _output(
-    target: PreTrainedModel,
-    input_ids: Tensor,
-    texts: list[list[int]],
-    lengths: list[list[int]],
-    request: _Request,
-) -> FlashMapGenerateOutput:
+def _fires(verdict: Any, sampler: Sampler) -> bool:
+    """Whether a criterion's answer, for all rows or one a row, ends the sampler's sequence."""
+    return bool(sampler.place.pick(torch.as_tensor(verdict).flatten()))
+
+
+def with_texts(input_ids: Tensor, texts: list[list[int]], pad: int) -> Tensor:
+    """Each prompt as it was given, its text, and padding where others are longer."""
     longest = max(map(len, texts))
-    pad = padding_token(target, request.stops) if len(texts) > 1 else 0
     rows = [text + [pad] * (longest - len(text)) for text in texts]
     new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)
-    sequences = torch.cat((input_ids, new_ids), dim=1)
-    if len(texts) == 1:
-        return FlashMapGenerateOutput(sequences, len(texts[0]), lengths[0], request.seeds)
-    return FlashMapGenerateOutput(sequences, [len(text) for text in texts], lengths, request.seeds)
+    return torch.cat((input_ids, new_ids), dim=1)

@@ -9,50 +9,18 @@ Legend: B sequences, K slots of a block, p position of an anchor, V vocabulary.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from .configuration_flashmap import FlashMapConfig
+from .request_flashmap import Drafter, Request
 from .runner_flashmap import TargetRunner
-from .sampling_flashmap import Sampler, Sampling, require_numbers
+from .sampling_flashmap import Sampler, require_numbers
 from .target_flashmap import FeatureTap, common_limit
 
 _FIRST_CAPACITY = 512  # new tokens the drafter's context has room for before it grows
-
-
-class Drafter(Protocol):
-    """What the loop needs of a drafter; `FlashMapDraftModel` documents each."""
-
-    config: FlashMapConfig
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def check_target(self, target: PreTrainedModel) -> None: ...
-
-    def target_features(self, target: PreTrainedModel) -> AbstractContextManager[FeatureTap]: ...
-
-    def new_cache(self, batch_size: int, max_length: int) -> Any: ...
-
-    def extend_context(
-        self, cache: Any, target_hidden: Tensor, counts: Sequence[int] | None = None
-    ) -> None: ...
-
-    def draft(
-        self,
-        anchor_ids: Tensor,
-        cache: Any,
-        embed_tokens: nn.Module,
-        lm_head: nn.Module,
-        num_steps: int | None = None,
-        *,
-        seed: int | Sequence[int] | None = None,
-        num_draws: int = 1,
-    ) -> Tensor: ...
 
 
 class Commit(NamedTuple):
@@ -62,11 +30,20 @@ class Commit(NamedTuple):
         row: number of the sequence in the batch.
         tokens: accepted drafts and the bonus token after them.
         accepted: how many of the tokens were drafted.
+        logits: the target's (m, V) before each of the tokens.
+        scores: what they were chosen by (m, V), float32, where the request keeps it.
     """
 
     row: int
     tokens: list[int]
     accepted: int
+    logits: Tensor
+    scores: Tensor | None = None
+
+    def cut(self, size: int) -> "Commit":
+        """The first `size` tokens of it."""
+        scores = None if self.scores is None else self.scores[:size]
+        return Commit(self.row, self.tokens[:size], self.accepted, self.logits[:size], scores)
 
 
 class DraftLoop:
@@ -75,48 +52,34 @@ class DraftLoop:
     Args:
         drafter, target: the pair.
         tap: the entered feature tap of the target.
-        prompts: token ids (P) of each sequence.
-        sampling: how tokens are chosen.
-        seeds: one a sequence.
-        num_steps: jumps a draft; None takes the drafter's configuration.
-        num_draws: noise draws a block, whose mixture is the proposal.
-        max_new_tokens: how far it may go, to make room.
+        request: what is asked for.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target: PreTrainedModel,
-        tap: FeatureTap,
-        prompts: Sequence[Tensor],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        num_steps: int | None,
-        num_draws: int,
-        max_new_tokens: int,
+        self, drafter: Drafter, target: PreTrainedModel, tap: FeatureTap, request: Request
     ) -> None:
-        self._drafter, self._sampling, self._num_steps = drafter, sampling, num_steps
-        self._num_draws = num_draws
+        prompts = request.prompts
+        self._drafter, self._request, self._sampling = drafter, request, request.sampling
         self._embed_tokens = target.get_input_embeddings()
         self._lm_head = target.get_output_embeddings()
-        self._prompts = prompts
         self._limit = common_limit(target, list(map(len, prompts)))
         self._runner = TargetRunner.checked(target, tap)
-        room = max(map(len, prompts)) + min(max_new_tokens, _FIRST_CAPACITY)
+        room = max(map(len, prompts)) + min(request.max_new_tokens, _FIRST_CAPACITY)
         self._cache = drafter.new_cache(len(prompts), room + drafter.config.block_size + 1)
         self._rows = list(range(len(prompts)))
         self._samplers = [
-            Sampler(sampling, seed, prompt.tolist())
-            for seed, prompt in zip(seeds, prompts, strict=True)
+            Sampler(request.sampling, seed, prompt.tolist(), place)
+            for seed, prompt, place in zip(request.seeds, prompts, request.places, strict=True)
         ]
 
     def start(self) -> list[Commit]:
         """Run the prompts; commits the token after each, which costs no verification pass."""
-        logits, features = self._runner.prefill(self._prompts)
+        logits, features = self._runner.prefill(self._request.prompts)
         require_numbers(logits, self._sampling)
         firsts = [sampler.first(row) for sampler, row in zip(self._samplers, logits, strict=True)]
-        self._drafter.extend_context(self._cache, features, [len(ids) for ids in self._prompts])
-        return self._commit([[] for _ in firsts], firsts)
+        lengths = [len(prompt) for prompt in self._request.prompts]
+        self._drafter.extend_context(self._cache, features, lengths)
+        return self._commit([[] for _ in firsts], firsts, logits.unsqueeze(1))
 
     def step(self) -> list[Commit]:
         """One round: one draft and one pass of the target for all sequences that go on."""
@@ -128,9 +91,9 @@ class DraftLoop:
             cache,
             self._embed_tokens,
             self._lm_head,
-            self._num_steps,
+            self._request.num_steps,
             seed=[sampler.seed for sampler in self._samplers],
-            num_draws=self._num_draws,
+            num_draws=self._request.num_draws,
         )
         drafts, proposals = self._propose(block)
         passed = [[anchor, *draft] for anchor, draft in zip(anchors, drafts, strict=True)]
@@ -143,11 +106,11 @@ class DraftLoop:
         self._drafter.extend_context(cache, features[:, : max(counts)], counts)
         self._runner.keep(counts)
         accepted = [draft[:count] for draft, (count, _) in zip(drafts, judged, strict=True)]
-        return self._commit(accepted, [bonus for _, bonus in judged])
+        return self._commit(accepted, [bonus for _, bonus in judged], logits)
 
-    def text(self, row: int) -> list[int]:
-        """Token ids of a running sequence so far, prompt included."""
-        return self._samplers[self._rows.index(row)].text
+    def sampler(self, row: int) -> Sampler:
+        """That of a running sequence; it knows the text so far."""
+        return self._samplers[self._rows.index(row)]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with the sequences of these numbers alone."""
@@ -159,13 +122,18 @@ class DraftLoop:
         self._runner.select(places)
         self._cache.keep(places)
 
-    def _commit(self, accepted: list[list[int]], bonuses: list[int]) -> list[Commit]:
+    def _commit(
+        self, accepted: list[list[int]], bonuses: list[int], logits: Tensor
+    ) -> list[Commit]:
         commits = []
-        for row, sampler, drafts, bonus in zip(
-            self._rows, self._samplers, accepted, bonuses, strict=True
+        for row, sampler, drafts, bonus, logits_KV in zip(
+            self._rows, self._samplers, accepted, bonuses, logits, strict=True
         ):
-            sampler.text += [*drafts, bonus]
-            commits.append(Commit(row, [*drafts, bonus], len(drafts)))
+            tokens = [*drafts, bonus]
+            before = logits_KV[: len(tokens)]
+            scores = sampler.scores(tokens, before) if self._request.keeps_scores else None
+            sampler.text += tokens
+            commits.append(Commit(row, tokens, len(drafts), before, scores))
         return commits
 
     def _room(self, position: int) -> int:
@@ -178,7 +146,7 @@ class DraftLoop:
         K, V) of M draws."""
         size = min(block.shape[-2], max(self._room(position) for position in self._cache.lengths))
         block = block[..., :size, :]
-        if self._sampling.is_plain_greedy and self._num_draws == 1:
+        if self._sampling.is_plain_greedy and self._request.num_draws == 1:
             best: list[list[int]] = block.argmax(dim=-1).tolist()
             return best, block
         found = [

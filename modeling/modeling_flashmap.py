@@ -31,8 +31,11 @@ from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
 from .decoding_flashmap import spec_generate, stream_generate
 from .fused_flashmap import draw_seeds, rope_table, seeded_normal
+from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .loop_flashmap import DraftLoop
+from .refusals_flashmap import NotAnAssistant
+from .request_flashmap import Request
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler
 from .target_flashmap import (
@@ -49,7 +52,8 @@ Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
 __all__ = [
-    "COLDEST", "DraftLoop", "FlashMapCache", "FlashMapDraftModel", "Sampler", "TargetRunner",
+    "COLDEST", "DraftLoop", "FlashMapCache", "FlashMapDraftModel", "Request", "Sampler",
+    "TargetRunner",
 ]  # fmt: skip
 _MIN_REMAINING_TIME = 1e-3  # floor of 1 - s in e(s); no shipped grid comes near it
 
@@ -85,6 +89,7 @@ class FlashMapDraftModel(PreTrainedModel):
         self._modulation_memo = TensorMemo()
         self._constant_memo = TensorMemo()
         self._embedding_memo = TensorMemo()
+        self.generation_config = NotAnAssistant()  # type: ignore[no-untyped-call]
         self.post_init()  # type: ignore[no-untyped-call]
 
     # The network
@@ -381,6 +386,7 @@ class FlashMapDraftModel(PreTrainedModel):
     # The loop, documented where it is written.
     spec_generate = spec_generate
     stream_generate = stream_generate
+    flashmap_decoding = staticmethod(flashmap_decoding)
 
     # transformers
 

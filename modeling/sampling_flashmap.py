@@ -81,6 +81,29 @@ def make_sampling(
     return Sampling(temperature, tuple(logits_processor or ()), tuple(made))
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where processors and criteria find a sequence: those of `generate` may know the batch by its
+    rows and count padding as text, so they are shown a batch of this one sequence.
+
+    Attributes:
+        row, num_rows: the sequence's number in the batch, and how many there are.
+        padding: token ids in front of it.
+    """
+
+    row: int = 0
+    num_rows: int = 1
+    padding: tuple[int, ...] = ()
+
+    def show(self, text: Sequence[int], device: torch.device) -> Tensor:
+        """Token ids (num_rows, padding and text)."""
+        return torch.tensor([[*self.padding, *text]], device=device).repeat(self.num_rows, 1)
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The sequence's own of `rows`, or the one that stands for all."""
+        return rows[self.row if len(rows) > 1 else 0]
+
+
 class Sampler:
     """Draws and decisions of one sequence, from the seed's own random numbers; where the likeliest
     token of the bare logits is taken, the loop does without.
@@ -89,10 +112,14 @@ class Sampler:
         sampling: how tokens are chosen.
         seed: of every random number.
         text: token ids before the next one, prompt included; grows as tokens are committed.
+        place: where processors find the sequence.
     """
 
-    def __init__(self, sampling: Sampling, seed: int, text: list[int]) -> None:
+    def __init__(
+        self, sampling: Sampling, seed: int, text: list[int], place: Place | None = None
+    ) -> None:
         self.sampling, self.seed, self.text = sampling, seed, text
+        self.place = place or Place()
         self.width = 0  # of the target's logits, once they have been seen
 
     def first(self, logits: Tensor) -> int:
@@ -192,14 +219,23 @@ class Sampler:
         """Scores (n, V) after the processors, which see the text and the drafts before."""
         if not self.sampling.processors:
             return logits
-        before = torch.tensor([[*self.text, *drafts]], device=logits.device)
-        before = before.expand(len(logits), -1)
+        before = self.place.show([*self.text, *drafts], logits.device)
         # Processors may remember the target's width, which can exceed the drafter's vocabulary.
         size = logits.shape[-1]
-        scores = F.pad(logits.float(), (0, max(self.width - size, 0)), value=float("-inf"))
-        for processor in self.sampling.processors:
-            scores = processor(before, scores)
-        return scores[:, :size]
+        padded = F.pad(logits.float(), (0, max(self.width - size, 0)), value=float("-inf"))
+        rows = []
+        for row in padded:
+            scores = row.repeat(self.place.num_rows, 1)
+            for processor in self.sampling.processors:
+                scores = processor(before, scores)
+            rows.append(self.place.pick(scores)[:size])
+        return torch.stack(rows)
+
+    def scores(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        """Float32 scores (m, V) that the next `tokens` are chosen by: the target's `logits` (m, V)
+        before each, processed and truncated."""
+        rows = [self._processed(row[None], tokens[:place]) for place, row in enumerate(logits)]
+        return self._truncated(torch.cat(rows).float())
 
     def _probabilities(self, scores: Tensor) -> Tensor:
         """Float32 distribution (..., V) of `scores` at the sampling temperature, or at 1 where the
@@ -207,13 +243,17 @@ class Sampler:
         scores = scores.float()
         # Largest score 0: a temperature near 0 must not overflow.
         scaled = (scores - scores.amax(-1, keepdim=True)) / (self.sampling.temperature or 1.0)
-        if self.sampling.truncations:
-            rows = scaled.reshape(-1, scaled.shape[-1])
-            nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
-            for truncation in self.sampling.truncations:
-                rows = truncation(nothing, rows)
-            scaled = rows.view_as(scaled)
-        return torch.softmax(scaled, dim=-1)
+        return torch.softmax(self._truncated(scaled), dim=-1)
+
+    def _truncated(self, scores: Tensor) -> Tensor:
+        """Scores (..., V) after the truncations."""
+        if not self.sampling.truncations:
+            return scores
+        rows = scores.reshape(-1, scores.shape[-1])
+        nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
+        for truncation in self.sampling.truncations:
+            rows = truncation(nothing, rows)
+        return rows.view_as(scores)
 
     def _draft(self, q: Tensor, position: int) -> int:
         return self._draw(q, position, Stream.DRAFT)

@@ -8,6 +8,7 @@ a folder that holds anything but an earlier build is never replaced.
 
 import inspect
 import json
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -21,8 +22,10 @@ from flashmap.checkpoint import CONFIG, WEIGHTS
 
 from .contents import (
     CARD,
+    GENERATE,
     LICENCE,
     RECORD,
+    REQUIREMENTS,
     folder_files,
     read_config,
     read_record,
@@ -46,6 +49,9 @@ PASSED_ON = (
     "mask_token_id",
     "flow_map",
 )
+
+
+REPO_LINE = re.compile(r'^REPO_ID, TAG = "", ""$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ def build_release(
     config = _release_config(source, tensors, digest)
     texts = {
         **code,
+        **custom_generate(repo_id, tag),
         CARD: _read_card(source),
         LICENCE: _read_licence(),
         CONFIG: _json_bytes(config),
@@ -93,6 +100,7 @@ def build_release(
     scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
         for name, content in texts.items():
+            (scratch / name).parent.mkdir(exist_ok=True)
             (scratch / name).write_bytes(content)
         _write_tensors(tensors, scratch / WEIGHTS)
         files = folder_files(scratch)
@@ -113,9 +121,23 @@ def build_release(
             _replace(out, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return Build(
-        out, changed, {path.name: path.stat().st_size for path in sorted(out.iterdir())}, digest
+    sizes = {
+        path.relative_to(out).as_posix(): path.stat().st_size
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
+    return Build(out, changed, sizes, digest)
+
+
+def custom_generate(repo_id: str | None, tag: str | None) -> dict[str, bytes]:
+    """What ``target.generate(custom_generate=REPO)`` runs, told where its drafter is and under
+    which tag, by path."""
+    source = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
+    text, count = REPO_LINE.subn(
+        lambda _: f"REPO_ID, TAG = {json.dumps(repo_id or '')}, {json.dumps(tag or '')}", source
     )
+    assert count == 1, "custom_generate.py has one line for the build to write"
+    return {GENERATE: text.encode(), REQUIREMENTS: b"torch>=2.9\ntransformers>=4.57\n"}
 
 
 def _json_bytes(value: dict[str, Any]) -> bytes:
@@ -225,6 +247,8 @@ def _fill(out: Path, scratch: Path) -> None:
             shutil.move(scratch / name, out / name)
     except OSError:
         for name in names:
+            if (out / name).is_dir():
+                shutil.rmtree(out / name)
             (out / name).unlink(missing_ok=True)
         raise
 

@@ -16,8 +16,10 @@ from flashmap.checkpoint import CONFIG, INDEX
 
 from .contents import (
     CARD,
+    GENERATE,
     LICENCE,
     RECORD,
+    REQUIREMENTS,
     folder_files,
     read_config,
     read_record,
@@ -127,7 +129,7 @@ def _run(name: str, check: Check, release: ReleaseFolder) -> list[Finding]:
 
 
 def _files(release: ReleaseFolder) -> Iterator[Finding]:
-    required = (CONFIG, MODELING, CONFIGURATION, CARD, LICENCE, RECORD)
+    required = (CONFIG, MODELING, CONFIGURATION, GENERATE, CARD, LICENCE, RECORD)
     missing = [name for name in required if not (release.path / name).is_file()]
     weight_paths(release.path)
     if missing:
@@ -196,7 +198,7 @@ def _finite(release: ReleaseFolder) -> Iterator[Finding]:
 def _stray(release: ReleaseFolder) -> Iterator[Finding]:
     # Engines read every *.safetensors file of a folder, and the Hub shows the rest to everybody.
     code = {path.name for path in release.path.glob("*.py")} & read_closure(release.path).keys()
-    known = {CONFIG, CARD, LICENCE, RECORD, INDEX} | HUB_FILES | code
+    known = {CONFIG, CARD, LICENCE, RECORD, INDEX, GENERATE, REQUIREMENTS} | HUB_FILES | code
     known |= {path.name for path in weight_paths(release.path)}
     stray = [
         f"{name} ({row['kind']})" if "kind" in row else name

@@ -22,17 +22,21 @@ if TYPE_CHECKING:
     from flashmap.modeling.configuration_flashmap import FlashMapConfig
 
 CARD, LICENCE, RECORD = "README.md", "LICENSE", "release.json"
+GENERATE, REQUIREMENTS = "custom_generate/generate.py", "custom_generate/requirements.txt"
 
 
 def folder_files(folder: Path, *, record: bool = False) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file below ``folder`` by path; with ``record`` release.json too.
 
-    What is no regular file has a ``kind`` instead: folder, symlink, special file, unreadable.
+    What is no regular file has a ``kind`` instead: folder (an empty one), symlink, special file,
+    unreadable.
     """
     rows = {}
-    for path in sorted(folder.rglob("*")):
+    paths = sorted(folder.rglob("*"))
+    filled = {path.parent for path in paths}
+    for path in paths:
         name = path.relative_to(folder).as_posix()
-        if name == RECORD and not record:
+        if path in filled or (name == RECORD and not record):
             continue
         # Names may hold bytes that are no text, and have to be shown all the same.
         rows[name.encode("utf-8", "backslashreplace").decode()] = _row(path)

@@ -72,3 +72,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
     )
     assert re.search(r"\d+ tokens, \d+\.\d\d a pass of the target", done.stdout)
     assert re.search(r"^[1-8] drafts kept: '", done.stdout, re.MULTILINE)
+    *_, streamed = re.split(r"^\d drafts kept: .*\n", done.stdout, flags=re.MULTILINE)
+    assert len(streamed.split()) > 20

@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import tomllib
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import typer
 
 import flashmap
 from flashmap.cli.main import app
+from flashmap.modeling.request_flashmap import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
@@ -34,13 +36,17 @@ CONFIG_FIELDS = [
     "time_embed_dim", "time_scale", "rope_theta", "rms_norm_eps", "qk_norm_eps", "layer_norm_eps",
     "noise_gate", "time_schedule", "num_steps", "jump_grids",
 ]  # fmt: skip
+SETTINGS = {
+    "seed", "attention_mask", "top_k", "top_p", "min_p", "num_draws", "logits_processor",
+    "stopping_criteria", "max_time", "stop_strings", "tokenizer",
+}  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
-    "generator * seed attention_mask top_k top_p min_p num_draws logits_processor "
-    "stopping_criteria streamer",
+    "generator * streamer settings",
     "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
-    "generator * seed attention_mask top_k top_p min_p num_draws logits_processor "
-    "stopping_criteria",
+    "generator settings",
+    "flashmap_decoding": "input_ids logits_processor stopping_criteria generation_config * "
+    "draft_model num_steps num_draws seed stop_strings tokenizer streamer model_kwargs",
     "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
     "extend_context": "cache target_hidden counts",
     "target_constants": "embedding",
@@ -66,6 +72,10 @@ def written(function: Any) -> str:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_methods_of_the_drafter(name: str) -> None:
     assert written(getattr(flashmap.FlashMapDraftModel, name)) == SIGNATURES[name]
+
+
+def test_settings_that_go_by_keyword() -> None:
+    assert typing.get_type_hints(Settings).keys() == SETTINGS
 
 
 def test_the_cache_is_made_as_published() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import toys
 from support.oracle import alone, oracle, together
-from support.toys import VOCAB, greedy, hook_count, prompt, text_of
+from support.toys import greedy, hook_count, prompt, text_of
+from support.words import tokenizer
 from torch import Tensor
 from transformers import (
     MaxLengthCriteria,
@@ -202,19 +202,6 @@ class TestTime:
         assert all(0 < row[2] < 480 for row in found)
 
 
-def tokenizer() -> Any:
-    """A tokenizer of as many words as the toys have tokens: aa, ab, ac, ..."""
-    letters = "abcdefgh"
-    words = [one + two for one in letters for two in letters][:VOCAB]
-    tokenizers = pytest.importorskip("tokenizers")
-    vocab = {word: place for place, word in enumerate(words)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="aa"))
-    pairs = tokenizers.Regex("..")
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(pairs, "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="aa")
-
-
 @pytest.mark.parametrize("place", range(1, 10))
 def test_stop_strings_end_the_text_where_generate_does(place: int) -> None:
     words = tokenizer()
@@ -237,3 +224,58 @@ def test_a_criterion_that_fails_leaves_no_hooks() -> None:
             target(), prompt(LENGTH), NUM_TOKENS, stopping_criteria=[Fails()]
         )
     assert hook_count(target()) == 0
+
+
+class TestConveniences:
+    """`max_time` and `stop_strings` are the criteria of these names."""
+
+    @pytest.mark.parametrize("place", [1, 4, 9])
+    def test_stop_strings(self, place: int) -> None:
+        words, ids = tokenizer(), prompt(LENGTH)
+        stop = "".join(words.convert_ids_to_tokens(text()))[2 * place - 1 : 2 * place + 2]
+        expected = plain(None, ids, stop_strings=["zz", stop], tokenizer=words)
+        assert len(expected) <= place + 1
+        given = {"stop_strings": ["zz", stop], "tokenizer": words}
+        for drafter in (knowing(), toys.drafter()):
+            out = drafter.spec_generate(target(), ids, NUM_TOKENS, **given)
+            assert text_of(out, ids) == expected
+        given["stop_strings"] = stop
+        rounds = knowing().stream_generate(target(), ids, NUM_TOKENS, **given)
+        assert [token for one in rounds for token in one.tokens] == expected
+
+    def test_max_time(self) -> None:
+        ids = prompt(LENGTH)
+        out = knowing().spec_generate(target(), ids, NUM_TOKENS, max_time=1e-9)
+        assert text_of(out, ids) == text()[:1] == plain(None, ids, max_time=1e-9)
+        out = knowing().spec_generate(target(), ids, NUM_TOKENS, max_time=1e6)
+        assert text_of(out, ids) == text()
+        (one,) = knowing().stream_generate(target(), ids, NUM_TOKENS, max_time=1e-9)
+        assert one.tokens == text()[:1]
+
+    def test_they_go_with_criteria(self) -> None:
+        ids = prompt(LENGTH)
+        out = knowing().spec_generate(
+            target(), ids, NUM_TOKENS, max_time=1e6, stopping_criteria=[AtLength(LENGTH + 3)]
+        )
+        assert text_of(out, ids) == text()[:3]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"max_time": 0}, "max_time=0 is not valid: pass a number of seconds above 0"),
+            ({"max_time": "x"}, "max_time='x' is not valid"),
+            ({"stop_strings": "ab"}, "stop_strings='ab' needs the target's tokenizer"),
+            ({"stop_strings": [], "tokenizer": "t"}, "stop_strings=[] is not valid"),
+            ({"stop_strings": ["a", ""], "tokenizer": "t"}, "stop_strings=['a', ''] is not valid"),
+            ({"stop_strings": [5], "tokenizer": "t"}, "stop_strings=[5] is not valid"),
+        ],
+    )
+    def test_bad_ones_are_named(self, arguments: Any, message: str) -> None:
+        for call in (toys.drafter().spec_generate, toys.drafter().stream_generate):
+            with pytest.raises(ValueError) as caught:
+                call(target(), prompt(LENGTH), NUM_TOKENS, **arguments)
+            assert message in str(caught.value)
+
+    def test_an_unknown_setting_is_named(self) -> None:
+        with pytest.raises(TypeError, match="no setting topk"):
+            toys.drafter().spec_generate(target(), prompt(LENGTH), topk=3)

@@ -219,10 +219,10 @@ class Scripted(FlashMapDraftModel):
         """The network's logits, with the scripted tokens far above all others."""
         self.calls += 1
         logits = super().draft(anchor_ids, cache, *args, **kwargs).float()
-        for slot in range(logits.shape[1]):
+        for slot in range(logits.shape[-2]):
             token = self.script.get(cache.length + 1 + slot)
             if token is not None:
-                logits[:, slot, token] = logits[:, slot].max() + 1e4
+                logits[..., slot, token] = logits[..., slot, :].max() + 1e4
         return logits
 
 
