@@ -38,6 +38,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
             "flashmap.modeling",
             "flashmap.kernels",
             "flashmap.loops",
+            "flashmap.machine",
             "flashmap.pair",
             "flashmap.prompts",
             "flashmap.quiet",
