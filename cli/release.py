@@ -22,6 +22,9 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder to write: absent, empty, or an earlier build.")],
     tag: Annotated[str | None, typer.Option(help="The tag it will be released under.")] = None,
     repo_id: Annotated[str | None, typer.Option(help="The Hub repository it is meant for.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Weights above it are split into several files.")
+    ] = "5GB",
     json: Json = False,
 ) -> None:
     """Build a complete release folder: weights, configuration, remote code, card, licence."""
@@ -30,7 +33,9 @@ def build(
         from flashmap.release.build import build_release
 
         folder = drafter_folder(source) if source == EMBEDDED else Path(source)
-        done = build_release(folder, out, tag=tag, repo_id=repo_id)
+        done = build_release(
+            folder, out, tag=tag, repo_id=repo_id, max_shard_size=max_shard_size
+        )
     if json:
         print_json({**asdict(done), "folder": str(done.folder)})
         return
@@ -67,3 +72,24 @@ def check(
         print(f"{passed} passed, {len(failed)} failed{rest}")
     if failed:
         raise typer.Exit(1)
+
+
+@release_app.command(epilog="Example: flashmap release card models/smollm2-135m")
+def card(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A models/ entry or a release folder.")
+    ],
+    picture: Annotated[
+        bool, typer.Option(help="Draw acceptance by slot where that is not up to date.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Make the generated parts of a model card anew; what people wrote in it stays."""
+    with results_on_stdout():
+        from flashmap.release.card import write_card
+
+        done = write_card(folder, picture=picture)
+    if json:
+        print_json({"card": str(done.card), "changed": done.changed})
+        return
+    print(f"{done.card}: {', '.join(done.changed) + ' written' if done.changed else 'unchanged'}")
