@@ -34,7 +34,6 @@ from .contents import (
     read_json,
     write_json,
 )
-from .errors import ReleaseError
 from .grid_modes import grid_mode
 from .measurements import Measurement, read_measurements
 from .picture import require_current_picture

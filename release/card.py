@@ -180,8 +180,9 @@ def _new_card(facts: Facts) -> str:
     name = facts.config.target_model.rpartition("/")[2]
     return (
         f"# FlashMap drafter for {name}\n\n"
-        f"A drafter for lossless speculative decoding: it proposes {facts.config.block_size} tokens "
-        f"at once, and\n{name} keeps the ones it agrees with. The text is the target's own.\n\n"
+        "A drafter for lossless speculative decoding: it proposes "
+        f"{facts.config.block_size} tokens at once, and\n{name} keeps the ones it agrees with. "
+        "The text is the target's own.\n\n"
     )
 
 

@@ -32,15 +32,15 @@ def results(facts: "Facts", licence: str) -> str | None:
 
 def _acceptance(measured: Measurement) -> str:
     settings, protocol = measured.settings, measured.protocol
-    wanted = protocol["settings"]["max_new_tokens"]
+    wanted, prompts = protocol["settings"]["max_new_tokens"], protocol["prompts"]["count"]
     looped = ", ".join(
         f"{setting.overall.looped} of {setting.overall.texts} at {_name(setting)}"
         for setting in settings
     )
     intro = (
-        f"Tokens a pass of the target, the bonus token included, over {protocol['prompts']['count']}"
-        f" prompts and up to {wanted} new tokens each. Answers that end in a loop, which any "
-        f"drafter predicts, are left out ({looped}); the last row has them in."
+        f"Tokens a pass of the target, the bonus token included, over {prompts} prompts and up to "
+        f"{wanted} new tokens each. Answers that end in a loop, which any drafter predicts, are "
+        f"left out ({looped}); the last row has them in."
     )
     domains = [row.domain for row in settings[0].rows]
     table = [["domain", *map(_name, settings)]]
@@ -85,9 +85,9 @@ def _speed(measured: Measurement) -> str:
         )
     intro = (
         f"{protocol['prompts']['count']} prompts, up to {protocol.get('max_new_tokens')} new "
-        f"tokens, temperature {protocol.get('temperature', 0):g}, one text at a time; plain decoding"
-        " of the same target right before or after each. Equal: texts with the tokens of plain "
-        "decoding. Looping answers count."
+        f"tokens, temperature {protocol.get('temperature', 0):g}, one text at a time; plain "
+        "decoding of the same target right before or after each. Equal: texts with the tokens of "
+        "plain decoding. Looping answers count."
     )
     return "\n\n".join(["### Speed", _filled(intro), _markdown(table), _measured(measured)])
 

@@ -52,9 +52,9 @@ def overview(facts: "Facts", licence: str) -> str:
         "from 0 (`hidden_states[i + 1]`)",
     }
     if DRAFT_VOCAB in facts.files:
-        size = facts.raw.get("draft_vocab_size") or config.vocab_size
+        drafted = facts.raw.get("draft_vocab_size") or config.vocab_size
         rows["Draft vocabulary"] = (
-            f"{size:,} of {config.vocab_size:,} tokens; `{DRAFT_VOCAB}` ranks all of them"
+            f"{drafted:,} of {config.vocab_size:,} tokens; `{DRAFT_VOCAB}` ranks all of them"
         )
     return "\n".join(f"- **{name}**: {text}" for name, text in rows.items())
 
@@ -107,7 +107,7 @@ ENGINES = (
     (
         "vLLM",
         "vllm",
-        "vllm serve {target} \\\n    --speculative-config '{{\"model\": \"{draft}\", "
+        'vllm serve {target} \\\n    --speculative-config \'{{"model": "{draft}", '
         '"num_speculative_tokens": {block}{vllm_tag}}}\'',
     ),
     (
@@ -191,7 +191,8 @@ def limits(facts: "Facts", licence: str) -> str:
     config = facts.config
     longest = facts.recipe.get("run", {}).get("max_length")
     trained = (
-        f"- It learnt from texts of up to {longest} tokens; acceptance in longer ones was not measured.\n"
+        f"- It learnt from texts of up to {longest} tokens; acceptance in longer ones was not "
+        "measured.\n"
         if longest
         else ""
     )
@@ -203,10 +204,10 @@ def limits(facts: "Facts", licence: str) -> str:
 - Greedy decoding in float32 gives the tokens of plain decoding, one by one, and sampling the
   target's distribution. In bfloat16 a greedy text may part from plain decoding where the target's
   two best tokens are tied within rounding.
-- A pass of the target verifies {config.block_size + 1} tokens. Where that takes much longer than a pass
-  over one token, drafting does not pay.
-{trained}- A batch needs a target whose layers all see the whole text. Targets with recurrent layers need
-  transformers 5 and decode one text at a time."""
+- A pass of the target verifies {config.block_size + 1} tokens. Where that takes much longer than
+  one over a single token, drafting does not pay.
+{trained}- A batch needs a target whose layers all see the whole text. Targets with recurrent layers
+  need transformers 5 and decode one text at a time."""
 
 
 def files(facts: "Facts", licence: str) -> str:

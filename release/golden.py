@@ -57,7 +57,9 @@ def golden_logits(model: Any) -> dict[str, list[list[float]]]:
                 cache = new_cache(config, 1, CONTEXT + 1, dtype=torch.float32)
                 model.extend_context(cache, features)
                 logits = model.draft(torch.tensor([1]), cache, embed, head, steps, noise)
-                found[str(steps)] = [[_rounded(x) for x in row] for row in logits[0, :, :COLUMNS].tolist()]
+                found[str(steps)] = [
+                    [_rounded(x) for x in row] for row in logits[0, :, :COLUMNS].tolist()
+                ]
     finally:
         torch.set_num_threads(threads)
         model.config = config

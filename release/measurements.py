@@ -108,13 +108,16 @@ def _setting(row: Mapping[str, Any]) -> Setting:
 
 
 def _row(part: Mapping[str, Any]) -> Row:
-    lengths = (part["acceptance_length"], part["acceptance_length_without_looped"])
+    def optional(value: Any) -> float | None:
+        return None if value is None else float(value)
+
     return Row(
         str(part["domain"]),
         int(part["texts"]),
         int(part["looped"]),
-        *(None if length is None else float(length) for length in lengths),
-        [None if share is None else float(share) for share in part["slots"]],
+        optional(part["acceptance_length"]),
+        optional(part["acceptance_length_without_looped"]),
+        [optional(share) for share in part["slots"]],
     )
 
 

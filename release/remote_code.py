@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from .contents import read_file
 from .errors import ReleaseError
 
 CONFIGURATION = "configuration_flashmap.py"
@@ -39,6 +40,7 @@ def sibling_names(text: str, file: str) -> list[str]:
                 f"{file} has the line {line!r}",
                 "relative imports of single sibling files only, also in comments and docstrings",
                 "write it as: from .sibling_flashmap import name",
+                [file],
             )
         names.append(f"{name}.py")
     return names
@@ -49,7 +51,7 @@ def read_closure(folder: Path) -> dict[str, bytes]:
 
     Starts at the two files that ``auto_map`` names and follows relative imports. Raises
     ReleaseError for a missing file, and for one that the modeling file does not name itself:
-        transformers 4.57 copies only those.
+    transformers 4.57 copies only those.
     """
     files: dict[str, bytes] = {}
     wanted = [(MODELING, "auto_map"), (CONFIGURATION, "auto_map")]
@@ -58,15 +60,16 @@ def read_closure(folder: Path) -> dict[str, bytes]:
         if name in files:
             continue
         try:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(name)
-            files[name] = (folder / name).read_bytes()
-        except OSError as error:
+            files[name] = read_file(folder, name)
+        except ReleaseError as error:
+            if error.check == "links":
+                raise
             raise ReleaseError(
                 "remote-code",
-                f"no readable {folder / name}",
+                f"no {folder / name}",
                 f"the file that {needed_by} needs",
                 "restore it, or remove the import",
+                [name],
             ) from error
         wanted += [(sibling, name) for sibling in sibling_names(_text(files[name], name), name)]
     direct = set(sibling_names(_text(files[MODELING], MODELING), MODELING)) | {MODELING}
@@ -77,6 +80,7 @@ def read_closure(folder: Path) -> dict[str, bytes]:
             f"{', '.join(unnamed)}, which {MODELING} does not import itself",
             f"every shipped file named by a relative import in {MODELING}",
             "add the import: transformers 4.57 copies only what the entry file names",
+            [MODELING, *unnamed],
         )
     return dict(sorted(files.items()))
 
@@ -86,7 +90,11 @@ def _text(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ReleaseError(
-            "remote-code", f"{name} is not UTF-8 ({error})", "Python text", "restore the file"
+            "remote-code",
+            f"{name} is not UTF-8 ({error})",
+            "Python text",
+            "restore the file",
+            [name],
         ) from error
 
 

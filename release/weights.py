@@ -120,9 +120,7 @@ def require_one_dtype(dtypes: Iterable[str], where: Path) -> str:
     return found[0]
 
 
-def write_weights(
-    tensors: "Mapping[str, Tensor]", folder: Path, max_shard_size: str | int
-) -> None:
+def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, max_shard_size: str | int) -> None:
     """Write model.safetensors, or shards with an index above ``max_shard_size`` (bytes, or text
     such as "5GB"). Raises ReleaseError for a size that is none."""
     from huggingface_hub import split_torch_state_dict_into_shards
