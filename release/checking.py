@@ -109,6 +109,16 @@ class ReleaseFolder:
         """release.json."""
         return read_record(self.path)
 
+    def require_as_built(self, names: Iterable[str]) -> None:
+        """Leave it to the record, by a ReleaseError of its name, if one of these files is not as
+        release.json lists it: what was made from them need not fit any more."""
+        recorded = self.record["files"]
+        changed = [name for name in names if recorded.get(name) != self.files.get(name)]
+        if changed:
+            raise ReleaseError(
+                "record", f"{', '.join(changed)} not as built", "the build's files", "build again"
+            )
+
     @cached_property
     def card(self) -> str:
         """The card's text."""

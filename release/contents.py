@@ -60,7 +60,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 def read_file(folder: Path, name: str) -> bytes:
     """Content of a regular file. Raises ReleaseError of the check "files" if it is absent, of
-    "links" if it is something else or cannot be read."""
+    "links" if it is something else or cannot be read, of "sizes" if it is empty."""
     path = folder / name
     try:
         mode = path.stat().st_mode
@@ -68,14 +68,17 @@ def read_file(folder: Path, name: str) -> bytes:
         raise ReleaseError(
             "files", f"no {path}", "every required file", "restore it, or build again", [name]
         ) from error
+    check, reason = "links", "is no regular file"
     try:
         if stat.S_ISREG(mode):
-            return path.read_bytes()
-        reason = "is no regular file"
+            content = path.read_bytes()
+            if content:
+                return content
+            check, reason = "sizes", "is empty"
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     raise ReleaseError(
-        "links", f"{path} {reason}", "a plain file", "replace it by its content", [name]
+        check, f"{path} {reason}", "a plain file with content", "restore it, or build again", [name]
     )
 
 

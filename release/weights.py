@@ -122,8 +122,9 @@ def require_one_dtype(dtypes: Iterable[str], where: Path) -> str:
 
 def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, max_shard_size: str | int) -> None:
     """Write model.safetensors, or shards with an index above ``max_shard_size`` (bytes, or text
-    such as "5GB"). Raises ReleaseError for a size that is none."""
+    such as "5GB"). Raises ReleaseError for a size that is none, OSError if the disk refuses."""
     from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # Views and tied tensors share storage, which the format refuses; transposed ones would be
@@ -136,8 +137,11 @@ def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, max_shard_size:
             "weights", f"shard size {max_shard_size!r}", "a size such as 5GB", str(error)
         ) from error
     for name, members in split.filename_to_tensors.items():
-        path = folder / name
-        save_file({member: clones[member] for member in members}, path, metadata={"format": "pt"})
+        shard = {member: clones[member] for member in members}
+        try:
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{name}: {error}") from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_bytes(write_json(index))

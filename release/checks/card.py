@@ -4,10 +4,12 @@ links that lead somewhere."""
 import re
 
 from flashmap import __version__
+from flashmap.checkpoint import CONFIG
+from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
 from ..card import Facts, generated_sections, read_metadata
 from ..checking import ReleaseFolder, check
-from ..contents import CARD, LICENCE, PICTURE, read_file
+from ..contents import CARD, CUSTOM_GENERATE, EVAL, LICENCE, PICTURE, RECIPE, read_file
 from ..errors import ReleaseError
 from ..hub_metadata import metadata_problems
 from ..markers import METADATA, segments
@@ -18,6 +20,8 @@ REQUIRED = (METADATA, "overview", "usage", "limits", "files", "terms")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//")
+# Files that the generated parts state something of.
+STATES = (CONFIG, RECIPE, PICTURE, DRAFT_VOCAB, EVAL, CUSTOM_GENERATE)
 REWRITE = "run `flashmap release card DIR`"
 
 
@@ -100,16 +104,20 @@ def picture(release: ReleaseFolder) -> str:
     """Acceptance by slot, drawn from these measurements."""
     if PICTURE not in release.files:
         return "none"
-    require_current_picture(read_file(release.path, PICTURE), read_measurements(release.path))
+    found = read_measurements(release.path)
+    release.require_as_built(measured.name for measured in found)
+    require_current_picture(read_file(release.path, PICTURE), found)
     return PICTURE
 
 
-@check("card-current", needs=["card", "weights"])
+@check("card-current", needs=["card", "configuration", "weights"])
 def current(release: ReleaseFolder) -> str:
     """Generated parts that say what configuration and measurements say."""
     built_by = release.record.get("versions", {}).get("flashmap")
     if built_by != __version__:
         return f"built by flashmap {built_by}, not compared by {__version__}"
+    files = {*release.files, *release.record["files"]}
+    release.require_as_built(name for name in files if name.startswith(STATES))
     wanted = generated_sections(release.card, Facts.of(release.path, release.record))
     found = dict(segments(release.card))
     stale = [name for name, text in wanted.items() if found.get(name, "").strip() != text.strip()]

@@ -28,7 +28,7 @@ def _names(release: ReleaseFolder) -> list[str]:
 def weight_files(release: ReleaseFolder) -> str:
     """The files that are read are the ones that are there: engines read every safetensors file."""
     names = _names(release)
-    there = {name for name in release.files if name.endswith(".safetensors")}
+    there = {n for n, row in release.files.items() if n.endswith(".safetensors") and "size" in row}
     extra = sorted(there - {*names, DRAFT_VOCAB})
     if extra:
         raise ReleaseError(
@@ -127,6 +127,6 @@ def draft_vocab(release: ReleaseFolder) -> str:
             f"{DRAFT_VOCAB}, which says which tokens they are",
             "make it with `flashmap release vocab`, put it beside the source's weights, and build "
             "again",
-            [DRAFT_VOCAB],
+            [DRAFT_VOCAB, CONFIG],
         )
     return f"all {size:,} tokens, no ranking"
