@@ -21,7 +21,6 @@ from . import golden
 from .card import Facts, render_card
 from .contents import (
     CARD,
-    CUSTOM_GENERATE,
     EVAL,
     GOLDEN,
     LICENCE,
@@ -95,8 +94,8 @@ def build_release(
     """Build the release folder ``out`` from ``source``: config.json, weights, and what else lies
     beside them (README.md, recipe.toml, draft_vocab.safetensors, eval/*.json and their prompts).
 
-    ``tag`` and ``repo_id`` say where the release is going: they stand in the card, in
-    custom_generate/ and in release.json. Weights above ``max_shard_size`` are split. Raises
+    ``tag`` and ``repo_id`` say where the release is going: they stand in the card and in
+    release.json. Weights above ``max_shard_size`` are split. Raises
     ReleaseError if the source is incomplete or holds NaN, or if ``out`` cannot be written or holds
     files that no build wrote.
     """
@@ -111,7 +110,6 @@ def build_release(
     measurements = read_measurements(source)
     contents = {
         **code,
-        **_package_files(CUSTOM_GENERATE),
         **_source_files(source, measurements),
         CONFIG: write_json(written),
         GOLDEN: write_json(_golden_outputs(config, tensors)),
@@ -166,16 +164,6 @@ def _release_config(
         "markov_head_type": "vanilla",
         "flashmap_version": __version__,
         "code_digest": digest,
-    }
-
-
-def _package_files(folder: str) -> dict[str, bytes]:
-    """Files of a folder beside this module, which a release ships under the same path."""
-    root = Path(__file__).resolve().parent
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted((root / folder).glob("*"))
-        if path.is_file()
     }
 
 

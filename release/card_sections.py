@@ -91,12 +91,13 @@ print(f"{{out.acceptance_length:.2f}} tokens a pass of the target")
 `temperature`, `top_k`, `top_p`, `seed`, `streamer` and batches work as usual."""
     ]
     if f"{CUSTOM_GENERATE}/generate.py" in facts.files:
+        place = f'DRAFT, revision="{facts.tag}"' if facts.tag else "DRAFT"
         parts.append(
-            """The same from the target's side, with everything else that `generate` takes:
+            f"""The same from the target's side, with everything else that `generate` takes:
 
 ```python
 out = target.generate(
-    **inputs, custom_generate=DRAFT, trust_remote_code=True, max_new_tokens=256
+    **inputs, custom_generate={place}, trust_remote_code=True, max_new_tokens=256
 )
 ```"""
         )
@@ -119,11 +120,16 @@ ENGINES = (
 )
 
 
+def has_plugin(name: str) -> bool:
+    """Whether this version brings a plugin for an engine."""
+    return resources.files("flashmap").joinpath("serving", f"{name}_plugin").is_dir()
+
+
 def _engine(facts: "Facts", title: str, name: str, command: str) -> str:
     """How to serve with an engine, or that this version cannot: no command that does not work."""
     from flashmap import __version__
 
-    if not resources.files("flashmap").joinpath("serving", f"{name}_plugin").is_dir():
+    if not has_plugin(name):
         return f"{title}: flashmap-hub {__version__} brings no plugin for it yet."
     shown = command.format(
         target=facts.config.target_model,

@@ -7,6 +7,7 @@ what it needs in front of it.
 import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 from collections.abc import Iterator
@@ -51,7 +52,8 @@ def environment_with(version: str) -> Iterator[Path]:
 
 def _borrow_packages(folder: Path) -> None:
     """Let the environment fall back on the running one's packages."""
-    (own,) = folder.glob("[Ll]ib*/**/site-packages")
+    base = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", "venv", vars=base))
     places = [path for path in (*site.getsitepackages(), *sys.path) if Path(path).is_dir()]
     found = dict.fromkeys(path for path in places if Path(path).name == "site-packages")
     (own / "borrowed.pth").write_text("\n".join(found) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ published constants, which are float32 numbers up to 3e-7 from it.
 
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from flashmap.schedule import decoding_accuracy
 
@@ -20,20 +21,31 @@ def grid_error(grids: Mapping[str, Sequence[float]], vocab_size: int) -> tuple[f
 
     The distance is one Newton step: how far the accuracy at the time is from i / n, over its slope.
     """
+    return _error(tuple((key, tuple(grid)) for key, grid in grids.items()), vocab_size)
+
+
+@lru_cache(maxsize=8)  # asked by the build, by the card and by the check
+def _error(grids: tuple[tuple[str, tuple[float, ...]], ...], vocab_size: int) -> tuple[float, str]:
     import torch
 
-    places = [(key, i) for key, grid in grids.items() for i in range(1, len(grid) - 1)]
+    places = [
+        (key, i, time)
+        for key, grid in grids
+        for i, time in enumerate(grid)
+        if 0 < i < len(grid) - 1
+    ]
     if not places:
         return 0.0, "no times between 0 and 1"
-    times = torch.tensor([grids[key][i] for key, i in places], dtype=torch.float64)
-    wanted = torch.tensor([i / int(key) for key, i in places], dtype=torch.float64)
-    found, above = (decoding_accuracy(times + step, vocab_size) for step in (0.0, _STEP))
+    times = torch.tensor([time for *_, time in places], dtype=torch.float64)
+    wanted = torch.tensor([i / int(key) for key, i, _ in places], dtype=torch.float64)
+    both = decoding_accuracy(torch.cat((times, times + _STEP)), vocab_size)
+    found, above = both.split(len(times))
     slope = ((above - found) / _STEP).clamp(min=1e-9)
     errors = (found - wanted).abs() / slope
     worst = int(errors.argmax())
-    key, i = places[worst]
+    key, i, time = places[worst]
     accuracy = f"accuracy {float(found[worst]):.9f} instead of {i}/{key}"
-    return float(errors[worst]), f"jump_grids[{key!r}][{i}] = {grids[key][i]!r} has {accuracy}"
+    return float(errors[worst]), f"jump_grids[{key!r}][{i}] = {time!r} has {accuracy}"
 
 
 def grid_mode(grids: Mapping[str, Sequence[float]], vocab_size: int) -> str:

@@ -56,7 +56,8 @@ def _unpaired(found: str) -> ReleaseError:
 
 def with_sections(text: str, sections: Mapping[str, str]) -> str:
     """``text`` with these parts put in the place of those of the same name; a new one goes after
-    the one it follows in ``sections``, the metadata into the front matter.
+    the one it follows in ``sections``, with a blank line between, the metadata into the front
+    matter.
 
     Raises ReleaseError as `segments`.
     """
@@ -68,8 +69,9 @@ def with_sections(text: str, sections: Mapping[str, str]) -> str:
             continue
         earlier = list(sections)[:index]
         after = max((i for i, part in enumerate(parts) if part[0] in earlier), default=-1)
-        only_front = after < 0 or parts[after][0] == METADATA
-        parts.insert(len(parts) if only_front else after + 1, (name, content))
+        place = len(parts) if after < 0 or parts[after][0] == METADATA else after + 1
+        before = parts[place - 1][1] if place else "\n"
+        parts[place:place] = [(None, "\n" if before.endswith("\n") else "\n\n"), (name, content)]
     return "".join(_marked(name, content) for name, content in parts)
 
 

@@ -34,13 +34,13 @@ def workplace(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _locked(work, out):
             _take_up(work, out)
-            _require_earlier_build(out)
-            scratch = work / NEW
-            scratch.mkdir()
             try:
-                yield scratch
+                _require_earlier_build(out)
+                (work / NEW).mkdir()
+                yield work / NEW
             finally:
-                shutil.rmtree(work, ignore_errors=True)
+                if out.exists() or not (work / OLD).exists():
+                    shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise ReleaseError(
             "out",
@@ -152,7 +152,7 @@ def _fill(out: Path, scratch: Path) -> None:
     try:
         for name in names:
             shutil.move(scratch / name, out / name)
-    except OSError:
+    except BaseException:
         for name in names:
             _remove(out / name)
         raise

@@ -69,18 +69,18 @@ def read_closure(folder: Path) -> dict[str, bytes]:
                 f"no {folder / name}",
                 f"the file that {needed_by} needs",
                 "restore it, or remove the import",
-                [name],
+                [name, needed_by],
             ) from error
         wanted += [(sibling, name) for sibling in sibling_names(_text(files[name], name), name)]
-    direct = set(sibling_names(_text(files[MODELING], MODELING), MODELING)) | {MODELING}
-    unnamed = sorted(files.keys() - direct)
+    named = {name: set(sibling_names(_text(text, name), name)) for name, text in files.items()}
+    unnamed = sorted(files.keys() - named[MODELING] - {MODELING})
     if unnamed:
         raise ReleaseError(
             "remote-code",
             f"{', '.join(unnamed)}, which {MODELING} does not import itself",
             f"every shipped file named by a relative import in {MODELING}",
             "add the import: transformers 4.57 copies only what the entry file names",
-            [MODELING, *unnamed],
+            [MODELING, *unnamed, *(name for name in named if named[name] & set(unnamed))],
         )
     return dict(sorted(files.items()))
 

@@ -12,7 +12,7 @@ from ..checking import ReleaseFolder, check
 from ..contents import CARD, CUSTOM_GENERATE, EVAL, LICENCE, PICTURE, RECIPE, read_file
 from ..errors import ReleaseError
 from ..hub_metadata import metadata_problems
-from ..markers import METADATA, segments
+from ..markers import METADATA, segments, split_front_matter
 from ..measurements import read_measurements
 from ..picture import require_current_picture
 
@@ -72,6 +72,7 @@ def metadata(release: ReleaseFolder) -> str:
 @check("card-sections")
 def sections(release: ReleaseFolder) -> str:
     """The parts that every card has."""
+    split_front_matter(release.card)  # without it, nothing below can be told
     found = {name for name, text in segments(release.card) if name and text.strip()}
     missing = [name for name in REQUIRED if name not in found]
     if missing:

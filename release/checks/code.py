@@ -18,6 +18,8 @@ from ..remote_code import AUTO_MAP, CONFIGURATION, MODELING, code_digest, read_s
 AVAILABLE = sys.stdlib_module_names | {"torch", "transformers", "huggingface_hub"}
 FILE_NAME = re.compile(r"[a-z0-9_]+\.py")
 GENERATE = f"{CUSTOM_GENERATE}/generate.py"
+# Where generate.py says which release it belongs to, and what release.json calls that.
+STAMP, STAMPED = "REPO_ID, TAG", ("repo_id", "tag")
 # What a class that a release loads has to state, and what it must not bring without the mixin.
 STATED = ("config_class", "base_model_prefix", "main_input_name")
 NEEDS_MIXIN = ("generate", "prepare_inputs_for_generation")
@@ -166,6 +168,7 @@ def custom_generate(release: ReleaseFolder) -> str:
         if isinstance(tree, ast.Module):
             problems[name] += _siblings(tree, own)
             problems[name] += _entry(tree) if name == GENERATE else []
+            problems[name] += _stamp(tree, [release.record.get(key) for key in STAMPED])
     _fail(
         "custom-generate",
         problems,
@@ -191,6 +194,15 @@ def _entry(tree: ast.Module) -> Iterator[str]:
         yield "no function generate"
     elif found and (not found[0].args.args or found[0].args.kwarg is None):
         yield "generate does not take the model and **kwargs"
+
+
+def _stamp(tree: ast.Module, recorded: list[str | None]) -> Iterator[str]:
+    wanted = repr(tuple(value or "" for value in recorded))
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]).strip("()") != STAMP:
+            continue
+        if ast.unparse(node.value) != wanted:
+            yield f"{STAMP} = {ast.unparse(node.value)}, and {wanted} in the record"
 
 
 @check("code-digest", needs=["code"])

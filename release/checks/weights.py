@@ -94,7 +94,11 @@ def finite(release: ReleaseFolder) -> str:
 def dtype(release: ReleaseFolder) -> str:
     """The one dtype of the weights, stated for old and new readers."""
     found = {DTYPES.get(header[1], header[1]) for header in release.headers.values()}
-    stored = require_one_dtype(found, release.path)
+    try:
+        stored = require_one_dtype(found, release.path)
+    except ReleaseError as error:
+        error.files = frozenset(_names(release))
+        raise
     stated = {key: release.raw_config.get(key) for key in ("dtype", "torch_dtype")}
     wrong = [f"{key} is {value!r}" for key, value in stated.items() if value != stored]
     if wrong:

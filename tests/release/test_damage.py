@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.pair_folders import edit_json, edit_weights, shard, truncate
 from support.releases import check_statically, failures, setting
 
+from flashmap.release.contents import folder_files
+
 Break = Callable[[Path], Any]
 TOKEN = "hf_" + "a1B2" * 9
 MODELING, LAYERS = "modeling_flashmap.py", "layers_flashmap.py"
@@ -80,6 +82,7 @@ def both(*changes: Break) -> Break:
 def sharded(change: Callable[[dict[str, str]], Any]) -> Break:
     def break_index(folder: Path) -> None:
         shard(folder)
+        edit_json(folder / "release.json", files=folder_files(folder))
         path = folder / "model.safetensors.index.json"
         index = json.loads(path.read_text())
         change(index["weight_map"])
@@ -203,6 +206,13 @@ CODE: dict[str, tuple[Break, str]] = {
         write(
             "custom_generate/generate.py",
             b"from .loop_flashmap import x\ndef generate(model, **kwargs): ...\n",
+        ),
+        "custom-generate",
+    ),
+    "custom_generate of another release": (
+        write(
+            "custom_generate/generate.py",
+            b'REPO_ID, TAG = "you/it", "v1"\ndef generate(model, **kwargs): ...\n',
         ),
         "custom-generate",
     ),
@@ -339,7 +349,6 @@ CARD: dict[str, tuple[Break, str]] = {
         "eval",
     ),
     "no prompts": (remove("eval/prompts.jsonl"), "eval"),
-    "a recipe that is no TOML": (write("recipe.toml", b"[run\n"), "eval"),
 }
 RECORD: dict[str, tuple[Break, str]] = {
     "licence edited": (append("LICENSE", "and more\n"), "record"),
@@ -354,6 +363,7 @@ RECORD: dict[str, tuple[Break, str]] = {
         "record",
     ),
     "ranking lost": (remove("draft_vocab.safetensors"), "record"),
+    "a recipe that is no TOML": (write("recipe.toml", b"[run\n"), "record"),
     "recipe lost": (remove("recipe.toml"), "card-links"),
     "custom_generate added": (
         write("custom_generate/generate.py", b"def generate(model, **kwargs): ...\n"),
