@@ -149,12 +149,12 @@ def _fill(out: Path, scratch: Path) -> None:
     names = sorted((path.name for path in scratch.iterdir()), key=lambda n: (n == RECORD, n))
     listed = scratch.with_name(FILLING)
     listed.write_text(json.dumps(names), encoding="utf-8")
+    whole = False
     try:
         for name in names:
             shutil.move(scratch / name, out / name)
-    except BaseException:
-        for name in names:
-            _remove(out / name)
-        raise
+        whole = True
     finally:
+        for name in names if not whole else ():
+            _remove(out / name)
         listed.unlink(missing_ok=True)

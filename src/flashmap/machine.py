@@ -56,10 +56,9 @@ def provenance() -> dict[str, Any]:
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        from flashmap import __version__
-
-        return __version__ if distribution == "flashmap-hub" else None
+    except metadata.PackageNotFoundError:  # run from the tree, without an installation
+        own: str = sys.modules["flashmap"].__version__
+        return own if distribution == "flashmap-hub" else None
 
 
 def checkout_commit() -> str | None:
