@@ -64,7 +64,12 @@ def usage(facts: "Facts", licence: str) -> str:
     target = facts.config.target_model
     revision = str(facts.raw.get("target_revision"))
     pin = f', revision="{revision}"' if COMMIT.fullmatch(revision) else ""
-    tag = f'\n    DRAFT, revision="{facts.tag}", trust' if facts.tag else "\n    DRAFT, trust"
+    if facts.tag:
+        loaded = (
+            f'\n    DRAFT, revision="{facts.tag}", trust_remote_code=True, dtype=torch.bfloat16\n'
+        )
+    else:
+        loaded = "DRAFT, trust_remote_code=True, dtype=torch.bfloat16"
     parts = [
         f"""## Use
 
@@ -75,8 +80,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 DRAFT, TARGET = "{facts.repo_id or FOLDER}", "{target}"
-draft = AutoModel.from_pretrained({tag}_remote_code=True, dtype=torch.bfloat16
-)
+draft = AutoModel.from_pretrained({loaded})
 target = AutoModelForCausalLM.from_pretrained(TARGET{pin}, dtype=torch.bfloat16)
 tokenizer = AutoTokenizer.from_pretrained(TARGET{pin})
 chat = [{{"role": "user", "content": "List five tips for better sleep."}}]
