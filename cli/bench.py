@@ -1,16 +1,15 @@
 """`flashmap bench`: acceptance and wall clock beside plain decoding of the same target, in the same
 run."""
 
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from flashmap import machine
 
 from .options import (
     Device,
@@ -25,8 +24,6 @@ from .options import (
     check_numbers,
 )
 from .output import print_json, results_on_stdout
-
-VERSIONS = ("flashmap-hub", "torch", "transformers")
 
 
 def bench(
@@ -108,7 +105,7 @@ def _protocol(
         "repeats": settings.repeats,
         "seed": settings.seed,
         "dtype": str(target_model.dtype).removeprefix("torch."),
-        "device": _device_name(target_model.device),
+        "device": machine.device_name(target_model.device),
         "plain": f"target.generate of the same target with {sampled}, right before or after "
         f"FlashMap in turns",
         "seconds": "wall clock with the prompt's own pass, median over the repeats",
@@ -117,49 +114,8 @@ def _protocol(
         "max_new_tokens",
         "looped": "outputs whose last 8 tokens stand at their end 4 times, evenly spaced by at "
         "most 64 tokens",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in VERSIONS},
-        },
-        "commit": _commit(),
+        **machine.provenance(),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        from flashmap import __version__
-
-        return __version__ if distribution == "flashmap-hub" else None
-
-
-def _device_name(device: Any) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
-def _commit() -> str | None:
-    """Commit of the checkout this runs from; None for an installed package or a tree without
-    git."""
-    from flashmap.references import checkout_root
-
-    root = checkout_root()
-    if root is None:
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 @contextmanager

@@ -3,7 +3,7 @@ stdout and no more."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -19,6 +19,20 @@ def results_on_stdout() -> Iterator[None]:
         bars.disable_progress_bar()
     with redirect_stdout(sys.stderr):
         yield
+
+
+@contextmanager
+def busy(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on a terminal's stderr while something takes long; gives what says which part of it
+    is under way."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda part: None
+        return
+    with console.status(what) as status:
+        yield lambda part: status.update(f"{what}: {part}")
 
 
 def print_json(document: Any) -> None:

@@ -1,16 +1,20 @@
 """`flashmap release`: make a folder that anybody can load with AutoModel, and check one."""
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import Json
-from .output import print_json, results_on_stdout
+from .output import busy, print_json, results_on_stdout
+
+if TYPE_CHECKING:
+    from flashmap.release.check import Finding
 
 release_app = typer.Typer(
-    help="Build and check release folders.", no_args_is_help=True, rich_markup_mode=None
+    help="Build, describe and check release folders.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -22,6 +26,9 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder to write: absent, empty, or an earlier build.")],
     tag: Annotated[str | None, typer.Option(help="The tag it will be released under.")] = None,
     repo_id: Annotated[str | None, typer.Option(help="The Hub repository it is meant for.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Weights above it are split into several files.")
+    ] = "5GB",
     json: Json = False,
 ) -> None:
     """Build a complete release folder: weights, configuration, remote code, card, licence."""
@@ -30,7 +37,7 @@ def build(
         from flashmap.release.build import build_release
 
         folder = drafter_folder(source) if source == EMBEDDED else Path(source)
-        done = build_release(folder, out, tag=tag, repo_id=repo_id)
+        done = build_release(folder, out, tag=tag, repo_id=repo_id, max_shard_size=max_shard_size)
     if json:
         print_json({**asdict(done), "folder": str(done.folder)})
         return
@@ -45,25 +52,75 @@ def build(
 @release_app.command(epilog="Example: flashmap release check release-out")
 def check(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The release folder.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Compare it with this target too (a REF).", show_default=False),
+    ] = None,
+    acceptance: Annotated[
+        bool, typer.Option("--acceptance", help="Measure the card's acceptance again; minutes.")
+    ] = False,
+    prompts: Annotated[
+        int | None,
+        typer.Option(help="Prompts to measure on [default: all the card's].", show_default=False),
+    ] = None,
+    transformers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="VERSION",
+            help="Load it with this version too; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check a release folder, loading it in a fresh process that has no flashmap. Exit 1 if a check
     fails."""
-    with results_on_stdout():
-        from flashmap.release.check import FAILED, SKIPPED, check_release
+    if acceptance and target is None:
+        raise ValueError("--acceptance needs --target: acceptance is that of a target")
+    if prompts is not None and prompts < 1:
+        raise ValueError(f"--prompts {prompts}: ask for at least 1 prompt")
+    with results_on_stdout(), busy("checking") as say:
+        from flashmap.release.check import Wanted, check_release
 
-        findings = check_release(folder)
-    failed = [finding for finding in findings if finding.status == FAILED]
-    skipped = [finding for finding in findings if finding.status == SKIPPED]
+        wanted = Wanted(target, acceptance, prompts, tuple(transformers or ()))
+        findings = check_release(folder, wanted, say=say)
+    _report(findings, json=json)
+
+
+def _report(findings: "list[Finding]", *, json: bool) -> None:
+    """Print findings; exit 1 if one of them failed."""
+    from flashmap.release.check import FAILED, OK
+
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
-            print(f"{finding.status:<7} {finding.check:<13} {finding.found}")
-            if finding.expected:
-                print(f"{'':<21} expected {finding.expected}. {finding.fix}")
-        passed = len(findings) - len(failed) - len(skipped)
-        rest = f", {len(skipped)} skipped" if skipped else ""
-        print(f"{passed} passed, {len(failed)} failed{rest}")
-    if failed:
+            print(f"{finding.status:<7} {finding.check:<15} {finding.found}")
+            if finding.status == FAILED:
+                print(f"{'':<23} expected {finding.expected}. {finding.fix}")
+        count = Counter(finding.status for finding in findings)
+        others = "".join(f", {count[name]} {name}" for name in count if name != OK)
+        print(f"{count[OK]} passed{others or ', 0 failed'}")
+    if any(finding.status == FAILED for finding in findings):
         raise typer.Exit(1)
+
+
+@release_app.command(epilog="Example: flashmap release card models/smollm2-135m")
+def card(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A models/ entry or a release folder.")
+    ],
+    picture: Annotated[
+        bool, typer.Option(help="Draw acceptance by slot where that is not up to date.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Make the generated parts of a model card anew; what people wrote in it stays."""
+    with results_on_stdout():
+        from flashmap.release.card import write_card
+
+        done = write_card(folder, picture=picture)
+    if json:
+        print_json({"card": str(done.card), "changed": done.changed})
+        return
+    print(f"{done.card}: {', '.join(done.changed) + ' written' if done.changed else 'unchanged'}")

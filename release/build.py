@@ -1,57 +1,69 @@
-"""Builds a release folder: weights, explicit configuration, card, licence and the remote code,
-complete and repeatable.
+"""Builds a release folder: weights, explicit configuration, remote code, card, licence, golden
+outputs and measurements, complete and repeatable.
 
-The folder is written under a temporary name and renamed when whole; an empty folder that is there
-already is kept and filled. The same source gives the same bytes, so a second build changes nothing;
-a folder that holds anything but an earlier build is never replaced.
+The same source gives the same bytes, so a second build changes nothing; a folder that holds
+anything but an earlier build is never replaced (see `place`).
 """
 
 import inspect
-import json
-import re
-import shutil
-import tempfile
-from contextlib import suppress
+import platform
 from dataclasses import dataclass
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmap import __version__, modeling
-from flashmap.checkpoint import CONFIG, WEIGHTS
+from flashmap.checkpoint import CONFIG
+from flashmap.machine import checkout_commit
+from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
+from . import golden
+from .card import Facts, render_card
 from .contents import (
     CARD,
-    GENERATE,
+    EVAL,
+    GOLDEN,
     LICENCE,
+    PICTURE,
+    RECIPE,
     RECORD,
-    REQUIREMENTS,
     folder_files,
     read_config,
-    read_record,
+    read_file,
+    read_json,
+    write_json,
+)
+from .grid_modes import grid_mode
+from .measurements import Measurement, read_measurements
+from .picture import require_current_picture
+from .place import publish, workplace
+from .remote_code import AUTO_MAP, code_digest, custom_generate, read_closure, stamped
+from .weights import (
+    SHARD_SIZE,
     read_tensors,
     require_finite,
+    require_one_dtype,
     require_tensors,
     weight_paths,
+    write_weights,
 )
-from .errors import ReleaseError
-from .remote_code import AUTO_MAP, code_digest, read_closure, stamped
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Facts about the target that only the drafter's source knows; passed on where it states them.
+    from flashmap.modeling.configuration_flashmap import FlashMapConfig
+
+# Facts that only the drafter's source knows; passed on where it states them.
 PASSED_ON = (
-    "max_position_embeddings",
     "num_target_layers",
     "target_revision",
     "target_vocab_hash",
     "mask_token_id",
     "flow_map",
+    "draft_vocab_size",
+    "max_position_embeddings",
 )
-
-
-REPO_LINE = re.compile(r'^REPO_ID, TAG = "", ""$', re.MULTILINE)
+DEFAULT_POSITIONS = 131072  # what engines assume where the configuration does not say
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Build:
     Attributes:
         folder: the release folder.
         changed: whether anything there is different from before.
-        files: size in bytes of every file by name.
+        files: size in bytes of every file by path.
         digest: sha256 of the remote code.
     """
 
@@ -72,107 +84,80 @@ class Build:
 
 
 def build_release(
-    source: Path, out: Path, *, tag: str | None = None, repo_id: str | None = None
+    source: Path,
+    out: Path,
+    *,
+    tag: str | None = None,
+    repo_id: str | None = None,
+    max_shard_size: str | int = SHARD_SIZE,
 ) -> Build:
-    """Build the release folder ``out`` from ``source``: config.json, weights and README.md.
+    """Build the release folder ``out`` from ``source``: config.json, weights, and what else lies
+    beside them (README.md, recipe.toml, draft_vocab.safetensors, eval/*.json and their prompts).
 
-    ``tag`` and ``repo_id`` say where the release is going and are recorded in release.json. Raises
-    ReleaseError if the source is incomplete or holds NaN, or if ``out`` holds files that no build
-    wrote.
+    ``tag`` and ``repo_id`` say where the release is going: they stand in the card, in release.json
+    and in custom_generate/generate.py. Weights above ``max_shard_size`` are split. Raises
+    ReleaseError if the source is incomplete or holds NaN, or if ``out`` cannot be written or holds
+    files that no build wrote.
     """
     code = stamped(read_closure(Path(next(iter(modeling.__path__)))))
     tensors = {
         name: tensor for path in weight_paths(source) for name, tensor in read_tensors(path).items()
     }
-    digest = code_digest(code)
-    config = _release_config(source, tensors, digest)
-    texts = {
+    config = read_config(source)
+    require_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    require_finite(tensors.items())
+    written = _release_config(source, config, tensors, code_digest(code))
+    measurements = read_measurements(source)
+    contents = {
         **code,
         **custom_generate(repo_id, tag),
-        CARD: _read_card(source),
-        LICENCE: _read_licence(),
-        CONFIG: _json_bytes(config),
+        **_source_files(source, measurements),
+        CONFIG: write_json(written),
+        GOLDEN: write_json(_golden_outputs(config, tensors)),
+        LICENCE: resources.files("flashmap").joinpath(LICENCE).read_bytes(),
     }
-    # Resolved, so that a symlink given as OUT is followed rather than replaced.
-    out = out.resolve()
-    _require_earlier_build(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        for name, content in texts.items():
+    out = out.resolve()  # so that a symlink given as OUT is followed rather than replaced
+    with workplace(out) as scratch:
+        for name, content in contents.items():
             (scratch / name).parent.mkdir(exist_ok=True)
             (scratch / name).write_bytes(content)
-        _write_tensors(tensors, scratch / WEIGHTS)
+        write_weights(tensors, scratch, max_shard_size)
+        record = _record(written, repo_id, tag)
+        facts = Facts.of(scratch, record)
+        (scratch / CARD).write_bytes(render_card(_own_card(source), facts))
         files = folder_files(scratch)
-        record = {
-            "files": files,
-            "flashmap_version": __version__,
-            "target_model": config["target_model"],
-            "target_revision": config.get("target_revision"),
-            "repo_id": repo_id,
-            "tag": tag,
-        }
-        (scratch / RECORD).write_bytes(_json_bytes(record))
-        scratch.chmod(0o755)  # mkdtemp's folders are for their owner only
-        changed = not (
-            out.is_dir() and folder_files(out, record=True) == folder_files(scratch, record=True)
-        )
-        if changed:
-            _replace(out, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    sizes = {
-        path.relative_to(out).as_posix(): path.stat().st_size
-        for path in sorted(out.rglob("*"))
-        if path.is_file()
-    }
-    return Build(out, changed, sizes, digest)
+        (scratch / RECORD).write_bytes(write_json({**record, "files": files}))
+        changed = publish(scratch, out)
+    sizes = {name: row["size"] for name, row in folder_files(out, record=True).items()}
+    return Build(out, changed, sizes, written["code_digest"])
 
 
-def custom_generate(repo_id: str | None, tag: str | None) -> dict[str, bytes]:
-    """What ``target.generate(custom_generate=REPO)`` runs, told where its drafter is and under
-    which tag, by path."""
-    source = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
-    text, count = REPO_LINE.subn(
-        lambda _: f"REPO_ID, TAG = {json.dumps(repo_id or '')}, {json.dumps(tag or '')}", source
-    )
-    assert count == 1, "custom_generate.py has one line for the build to write"
-    return {GENERATE: text.encode(), REQUIREMENTS: b"torch>=2.9\ntransformers>=4.57\n"}
-
-
-def _json_bytes(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _release_config(source: Path, tensors: "dict[str, Tensor]", digest: str) -> dict[str, Any]:
+def _release_config(
+    source: Path, config: "FlashMapConfig", tensors: "dict[str, Tensor]", digest: str
+) -> dict[str, Any]:
     """Every field written out, so that no reader's defaults matter, and what engines look for."""
-    raw, config = read_config(source)
+    raw = read_json(source, CONFIG, "config")
     fields = [
         name
         for name in inspect.signature(type(config).__init__).parameters
         if name not in ("self", "kwargs")
     ]
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    if len(dtypes) != 1:
-        raise ReleaseError(
-            "weights",
-            f"dtypes {', '.join(dtypes)} in {source}",
-            "one dtype",
-            "save the whole checkpoint in one dtype",
-        )
-    require_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    require_finite(tensors.items())
+    dtype = require_one_dtype(
+        (str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()), source
+    )
     return {
         **{name: getattr(config, name) for name in fields},
         "mask_token_id": 0,  # read by engines that pad a block; this drafter never embeds its slots
+        "max_position_embeddings": DEFAULT_POSITIONS,
         **{name: raw[name] for name in PASSED_ON if name in raw},
+        "draft_vocab_size": raw.get("draft_vocab_size") or config.vocab_size,
         "architectures": ["FlashMapDraftModel"],
         "auto_map": AUTO_MAP,
         "model_type": "flashmap",
         "speculators_model_type": "flashmap",
         "tie_word_embeddings": False,
-        "dtype": dtypes[0],
-        "torch_dtype": dtypes[0],  # the same for transformers 4.57
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the same for transformers 4.57
         # An engine's reader sizes its cache by these and refuses a drafter without the markov keys.
         "num_key_value_heads": config.num_attention_heads,
         "head_dim": config.hidden_size // config.num_attention_heads,
@@ -183,88 +168,57 @@ def _release_config(source: Path, tensors: "dict[str, Tensor]", digest: str) -> 
     }
 
 
-def _write_tensors(tensors: "dict[str, Tensor]", path: Path) -> None:
-    from safetensors.torch import save_file
-
-    # Views and tied tensors share storage, which the format refuses; transposed ones would be
-    # stored in another order.
-    clones = {name: tensor.clone().contiguous() for name, tensor in sorted(tensors.items())}
-    save_file(clones, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # like its neighbours; the writer makes it private
-
-
-def _read_card(source: Path) -> bytes:
-    try:
-        return (source / CARD).read_bytes()
-    except OSError as error:
-        raise ReleaseError(
-            "card",
-            f"no readable {source / CARD}",
-            "a model card beside the weights",
-            "write one: what the drafter is for, how it was trained, its acceptance, its limits",
-        ) from error
+def _source_files(source: Path, measurements: list[Measurement]) -> dict[str, bytes]:
+    """What the source states beside weights and configuration, shipped as it is."""
+    found = {measured.name: measured.content for measured in measurements}
+    for measured in measurements:
+        prompts = measured.prompts_file(source)
+        if prompts is not None:
+            found[f"{EVAL}/{prompts.name}"] = prompts.read_bytes()
+    for name in (RECIPE, DRAFT_VOCAB, PICTURE):
+        if (source / name).exists():
+            found[name] = read_file(source, name)
+    require_current_picture(found.get(PICTURE), measurements)
+    return found
 
 
-def _read_licence() -> bytes:
-    return resources.files("flashmap").joinpath(LICENCE).read_bytes()
+def _own_card(source: Path) -> bytes | None:
+    return read_file(source, CARD) if (source / CARD).exists() else None
 
 
-def _require_earlier_build(out: Path) -> None:
-    """Refuse to replace anything but an earlier build: what was written by hand is never lost."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    own: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    if out.is_dir():
-        found = folder_files(out)
-        with suppress(ReleaseError):
-            own = read_record(out)
-    changed = sorted(name for name in found.keys() & own.keys() if own[name] != found[name])
-    foreign = sorted(found.keys() - own.keys())
-    if own and not changed and not foreign:
-        return
-    what = []
-    if changed:
-        what.append(f"{len(changed)} files changed since the build ({', '.join(changed[:3])})")
-    if foreign:
-        what.append(f"{len(foreign)} files that no build wrote ({', '.join(foreign[:3])})")
-    raise ReleaseError(
-        "out",
-        f"{out} with {' and '.join(what) or 'something that no build wrote'}",
-        "an empty or absent folder, or an earlier build",
-        "name another --out, or move it away",
-    )
+def _golden_outputs(config: "FlashMapConfig", tensors: "dict[str, Tensor]") -> dict[str, Any]:
+    from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
+
+    model = FlashMapDraftModel(config)
+    model.load_state_dict(tensors)
+    return {
+        "inputs": "by the rule in flashmap's release/golden.py",
+        "dtype": "float32",
+        "tolerance": golden.TOLERANCE,
+        "versions": _versions(),
+        "logits": golden.golden_logits(model),
+    }
 
 
-def _fill(out: Path, scratch: Path) -> None:
-    """Move the files of ``scratch`` into the empty folder ``out``, which may be somebody's working
-    folder or a mount point. The record comes last; a failure leaves ``out`` empty again."""
-    names = sorted(
-        (path.name for path in scratch.iterdir()), key=lambda name: (name == RECORD, name)
-    )
-    try:
-        for name in names:
-            shutil.move(scratch / name, out / name)
-    except OSError:
-        for name in names:
-            if (out / name).is_dir():
-                shutil.rmtree(out / name)
-            (out / name).unlink(missing_ok=True)
-        raise
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "safetensors", "huggingface-hub")
+    return {
+        "flashmap": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names},
+    }
 
 
-def _replace(out: Path, scratch: Path) -> None:
-    """Put ``scratch`` in the place of ``out``; at no moment are both gone."""
-    if out.is_dir() and not any(out.iterdir()):
-        _fill(out, scratch)
-        return
-    old = scratch.with_name(scratch.name + ".old")
-    if out.exists():
-        out.rename(old)
-    try:
-        scratch.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+def _record(config: dict[str, Any], repo_id: str | None, tag: str | None) -> dict[str, Any]:
+    """What release.json says beside the files' digests."""
+    return {
+        "versions": _versions(),
+        "commit": checkout_commit(),
+        "code_digest": config["code_digest"],
+        "grid_mode": grid_mode(config["jump_grids"], config["vocab_size"]),
+        "target_model": config["target_model"],
+        "target_revision": config.get("target_revision"),
+        "target_vocab_hash": config.get("target_vocab_hash"),
+        "repo_id": repo_id,
+        "tag": tag,
+    }

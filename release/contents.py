@@ -1,53 +1,58 @@
-"""What a release folder and its source consist of, read the same way by the build and by the check.
+"""What a release folder and its source consist of, read the same way by the build, the card and the
+check.
 
-Everything that reads a folder raises ReleaseError with the file's name, and opens regular files
-only: a pipe would be waited for without end.
+Everything that reads a folder raises ReleaseError with the file's name and the check that owns the
+finding, and opens regular files only: a pipe would be waited for without end.
 """
 
 import hashlib
 import json
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmap import checkpoint
 from flashmap.checkpoint import CONFIG
 
 from .errors import ReleaseError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashmap.modeling.configuration_flashmap import FlashMapConfig
 
-CARD, LICENCE, RECORD = "README.md", "LICENSE", "release.json"
-GENERATE, REQUIREMENTS = "custom_generate/generate.py", "custom_generate/requirements.txt"
+CARD, LICENCE, RECORD, RECIPE = "README.md", "LICENSE", "release.json", "recipe.toml"
+EVAL = "eval"  # measurements, their prompts, and the golden outputs
+GOLDEN = f"{EVAL}/golden.json"
+PICTURE = "acceptance.png"
+CUSTOM_GENERATE = "custom_generate"
+GENERATE, REQUIREMENTS = (
+    f"{CUSTOM_GENERATE}/{name}" for name in ("generate.py", "requirements.txt")
+)
 
 
 def folder_files(folder: Path, *, record: bool = False) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file below ``folder`` by path; with ``record`` release.json too.
 
-    What is no regular file has a ``kind`` instead: folder (an empty one), symlink, special file,
-    unreadable.
+    What is no regular file has a ``kind`` instead: empty folder, symlink, special file, unreadable.
     """
     rows = {}
-    paths = sorted(folder.rglob("*"))
-    filled = {path.parent for path in paths}
-    for path in paths:
+    for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path in filled or (name == RECORD and not record):
+        if (name == RECORD and not record) or _is_filled(path):
             continue
         # Names may hold bytes that are no text, and have to be shown all the same.
         rows[name.encode("utf-8", "backslashreplace").decode()] = _row(path)
     return rows
 
 
+def _is_filled(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
+
+
 def _row(path: Path) -> dict[str, Any]:
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
-            kinds = {stat.S_IFDIR: "folder", stat.S_IFLNK: "symlink"}
+            kinds = {stat.S_IFDIR: "empty folder", stat.S_IFLNK: "symlink"}
             return {"kind": kinds.get(stat.S_IFMT(found.st_mode), "special file")}
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -56,108 +61,93 @@ def _row(path: Path) -> dict[str, Any]:
     return {"sha256": digest, "size": found.st_size}
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The files that release.json lists, by name. Raises ReleaseError."""
-    path = folder / RECORD
+def read_file(folder: Path, name: str) -> bytes:
+    """Content of a regular file. Raises ReleaseError of the check "files" if it is absent, of
+    "links" if it is something else or cannot be read, of "sizes" if it is empty."""
+    path = folder / name
     try:
-        if not path.is_file():
-            raise ValueError("no regular file of that name")
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        if not isinstance(files, dict):
-            raise ValueError("its files are not an object")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ReleaseError(
+            "files", f"no {path}", "every required file", "restore it, or build again", [name]
+        ) from error
+    check, reason = "links", "is no regular file"
+    try:
+        if stat.S_ISREG(mode):
+            content = path.read_bytes()
+            if content:
+                return content
+            check, reason = "sizes", "is empty"
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    raise ReleaseError(
+        check, f"{path} {reason}", "a plain file with content", "restore it, or build again", [name]
+    )
+
+
+def read_json(folder: Path, name: str, check: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises ReleaseError of ``check`` if it holds none, and as
+    `read_file`."""
+    content = read_file(folder, name)
+    try:
+        value = json.loads(content)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise ReleaseError(
+            check,
+            f"{folder / name} unreadable ({error})",
+            "a JSON object",
+            "mend or restore the file, or build again",
+            [name],
+        ) from error
+    return value
+
+
+def write_json(value: Any) -> bytes:
+    """The one way in which releases write JSON: sorted and indented UTF-8."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """release.json; its ``files`` are rows by path. Raises ReleaseError."""
+    record = read_json(folder, RECORD, "record")
+    if not isinstance(record.get("files"), dict):
         raise ReleaseError(
             "record",
-            f"{RECORD} unreadable ({type(error).__name__}: {error})",
+            f"{folder / RECORD} without an object `files`",
             "the build's record",
             "build again",
-        ) from error
-    return files
+            [RECORD],
+        )
+    return record
 
 
-def read_config(folder: Path) -> "tuple[dict[str, Any], FlashMapConfig]":
-    """The folder's config.json as written, and as a FlashMapConfig. Raises ReleaseError."""
+def refresh_record(folder: Path, names: Iterable[str]) -> None:
+    """Write the present size and digest of these files into release.json. Raises ReleaseError."""
+    record, found = read_record(folder), folder_files(folder)
+    record["files"].update({name: found[name] for name in names})
+    (folder / RECORD).write_bytes(write_json(record))
+
+
+def read_config(folder: Path) -> "FlashMapConfig":
+    """The folder's config.json as a FlashMapConfig. Raises ReleaseError."""
     from flashmap.modeling.configuration_flashmap import FlashMapConfig
 
-    path = folder / CONFIG
+    raw = read_json(folder, CONFIG, "config")
     try:
-        raw = checkpoint.read_json(path)
         if raw.get("model_type") != "flashmap":
             raise ValueError(
                 "it is not the configuration of a FlashMap drafter (model_type 'flashmap')"
             )
-        return raw, FlashMapConfig.from_dict(raw)
+        config: FlashMapConfig = FlashMapConfig.from_dict(raw)
+        return config
     except Exception as error:  # noqa: BLE001 - odd values make transformers raise anything
         caught = error
     raise ReleaseError(
         "config",
-        f"{path}: {' '.join(str(caught).split()) or type(caught).__name__}",
+        f"{folder / CONFIG}: {' '.join(str(caught).split()) or type(caught).__name__}",
         "a readable, valid FlashMap configuration",
         "mend or restore the file",
+        [CONFIG],
     ) from caught
-
-
-def weight_paths(folder: Path) -> list[Path]:
-    """The folder's weight files: those its index names, else the one. Raises ReleaseError."""
-    try:
-        return checkpoint.weight_paths(folder)
-    except ValueError as error:
-        raise ReleaseError(
-            "weights", str(error), "every weight file", "copy or save the weights again"
-        ) from error
-
-
-def read_tensors(path: Path) -> "dict[str, Tensor]":
-    """The tensors of one weight file. Raises ReleaseError if it is damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ReleaseError(
-            "weights",
-            f"{path} damaged ({error})",
-            "whole safetensors files",
-            "copy or save the weights again",
-        ) from error
-
-
-def require_tensors(config: "FlashMapConfig", found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ReleaseError unless ``found``, shapes by name, are the tensors that ``config`` asks
-    for."""
-    import torch
-
-    from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
-
-    with torch.device("meta"):
-        model = FlashMapDraftModel(config)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    problems = [f"{name} missing" for name in wanted.keys() - found.keys()]
-    problems += [f"{name} unknown" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{n} {found[n]} instead of {wanted[n]}"
-        for n in wanted.keys() & found.keys()
-        if wanted[n] != found[n]
-    ]
-    if problems:
-        raise ReleaseError(
-            "weights",
-            f"{len(problems)} of {len(wanted)} tensors wrong: {', '.join(sorted(problems)[:3])}",
-            "the tensors of the configuration",
-            "build from a whole checkpoint",
-        )
-
-
-def require_finite(tensors: "Iterable[tuple[str, Tensor]]") -> None:
-    """Raise ReleaseError naming the tensors that hold NaN or an infinity."""
-    import torch
-
-    broken = sorted(name for name, tensor in tensors if not torch.isfinite(tensor).all())
-    if broken:
-        raise ReleaseError(
-            "finite",
-            f"{len(broken)} tensors with NaN or infinities: {', '.join(broken[:3])}",
-            "finite numbers",
-            "the training run diverged: release another checkpoint",
-        )

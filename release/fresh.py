@@ -22,20 +22,22 @@ BOOTSTRAP = Path(__file__).resolve().with_name("bootstrap.py")
 
 
 def run_fresh(
-    script: Path, arguments: list[str], *, timeout: float = 900.0
+    script: Path, arguments: list[str], *, timeout: float = 900.0, python: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Run ``script`` and yield each JSON object it prints, as it comes.
+    """Run ``script`` and yield each JSON object it prints, as it comes; ``python`` is another
+    interpreter than this one.
 
     Raises ReleaseError if it fails or takes more than ``timeout`` seconds, with the last line of
     its stderr.
     """
+    interpreter = str(python or sys.executable)
     with tempfile.TemporaryDirectory(prefix="flashmap-fresh-") as folder:
         errors = Path(folder) / "stderr.txt"
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
                 # -P: the script's own folder must not be searched, or its neighbours would hide
                 # packages of their names.
-                [sys.executable, "-P", "-B", str(BOOTSTRAP), str(script.resolve()), *arguments],
+                [interpreter, "-P", "-B", str(BOOTSTRAP), str(script.resolve()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

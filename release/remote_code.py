@@ -8,10 +8,12 @@ loader looks at first.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from .contents import GENERATE, REQUIREMENTS, read_file
 from .errors import ReleaseError
 
 CONFIGURATION = "configuration_flashmap.py"
@@ -21,6 +23,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_flashmap.FlashMapDraftModel",
 }
 STAMP = re.compile(rb'^CODE_DIGEST = "[^"\r\n]*"(?=\r?$)', re.MULTILINE)
+REPO_LINE = re.compile(r'^REPO_ID, TAG = "", ""$', re.MULTILINE)
 # What the loader takes for a relative import, wherever it stands in the text.
 RELATIVE = re.compile(r"^\s*(?:from\s+\.(\S*)\s+import|import\s+\.(\S*)\s*$)", re.MULTILINE)
 ONE_FILE_NAME = re.compile(r"[a-z0-9_]+")
@@ -39,6 +42,7 @@ def sibling_names(text: str, file: str) -> list[str]:
                 f"{file} has the line {line!r}",
                 "relative imports of single sibling files only, also in comments and docstrings",
                 "write it as: from .sibling_flashmap import name",
+                [file],
             )
         names.append(f"{name}.py")
     return names
@@ -49,7 +53,7 @@ def read_closure(folder: Path) -> dict[str, bytes]:
 
     Starts at the two files that ``auto_map`` names and follows relative imports. Raises
     ReleaseError for a missing file, and for one that the modeling file does not name itself:
-        transformers 4.57 copies only those.
+    transformers 4.57 copies only those.
     """
     files: dict[str, bytes] = {}
     wanted = [(MODELING, "auto_map"), (CONFIGURATION, "auto_map")]
@@ -58,25 +62,27 @@ def read_closure(folder: Path) -> dict[str, bytes]:
         if name in files:
             continue
         try:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(name)
-            files[name] = (folder / name).read_bytes()
-        except OSError as error:
+            files[name] = read_file(folder, name)
+        except ReleaseError as error:
+            if error.check == "links":
+                raise
             raise ReleaseError(
                 "remote-code",
-                f"no readable {folder / name}",
+                f"no {folder / name}",
                 f"the file that {needed_by} needs",
                 "restore it, or remove the import",
+                [name, needed_by],
             ) from error
         wanted += [(sibling, name) for sibling in sibling_names(_text(files[name], name), name)]
-    direct = set(sibling_names(_text(files[MODELING], MODELING), MODELING)) | {MODELING}
-    unnamed = sorted(files.keys() - direct)
+    named = {name: set(sibling_names(_text(text, name), name)) for name, text in files.items()}
+    unnamed = sorted(files.keys() - named[MODELING] - {MODELING})
     if unnamed:
         raise ReleaseError(
             "remote-code",
             f"{', '.join(unnamed)}, which {MODELING} does not import itself",
             f"every shipped file named by a relative import in {MODELING}",
             "add the import: transformers 4.57 copies only what the entry file names",
+            [MODELING, *unnamed, *(name for name in named if named[name] & set(unnamed))],
         )
     return dict(sorted(files.items()))
 
@@ -86,7 +92,11 @@ def _text(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ReleaseError(
-            "remote-code", f"{name} is not UTF-8 ({error})", "Python text", "restore the file"
+            "remote-code",
+            f"{name} is not UTF-8 ({error})",
+            "Python text",
+            "restore the file",
+            [name],
         ) from error
 
 
@@ -117,3 +127,14 @@ def stamped(files: Mapping[str, bytes]) -> dict[str, bytes]:
         )
     line = f'CODE_DIGEST = "{code_digest(files)}"'.encode()
     return {**files, CONFIGURATION: STAMP.sub(lambda _: line, files[CONFIGURATION])}
+
+
+def custom_generate(repo_id: str | None, tag: str | None) -> dict[str, bytes]:
+    """What ``target.generate(custom_generate=REPO)`` runs, told where its drafter is and under
+    which tag, by path."""
+    source = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
+    text, count = REPO_LINE.subn(
+        lambda _: f"REPO_ID, TAG = {json.dumps(repo_id or '')}, {json.dumps(tag or '')}", source
+    )
+    assert count == 1, "custom_generate.py has one line for the build to write"
+    return {GENERATE: text.encode(), REQUIREMENTS: b"torch>=2.9\ntransformers>=4.57\n"}

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from flashmap import machine
 from flashmap.pair import load_pair
 from flashmap.prompts import read_prompts
 
@@ -75,8 +74,8 @@ def start_evaluation(
         "prompts": {"file": wanted.prompts, "count": len(prompts)},
         "settings": dataclasses.asdict(wanted),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "versions": {"torch": torch.__version__},
+        "device": machine.device_name(target.device),
+        **machine.provenance(),
         "walk": evaluate_walks(*arguments),
         "loop": evaluate_loop(*arguments) if loop else [],
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,10 @@ from support.commands import Run, assert_one_message, refs
 import flashmap
 from flashmap.cli import doctor as doctor_module
 
-COMMANDS = ["", "demo", "generate", "bench", "doctor", "release", "release build", "release check"]
+COMMANDS = [
+    "", "demo", "generate", "bench", "doctor",
+    "release", "release build", "release check", "release card",
+]  # fmt: skip
 # Flags that scripts rely on; others come with later issues and must not half-exist.
 FLAGS = {
     "generate": "max-new-tokens temperature top-k top-p min-p num-steps num-draws seed device "
@@ -23,8 +27,9 @@ FLAGS = {
     "json target draft help",
     "doctor": "json help",
     "demo": "json max-new-tokens help",
-    "release build": "out tag repo-id json help",
-    "release check": "json help",
+    "release build": "out tag repo-id max-shard-size json help",
+    "release check": "target acceptance prompts transformers json help",
+    "release card": "picture no-picture json help",
 }
 
 
@@ -296,28 +301,38 @@ def test_doctor_finds_the_other_distribution(run: Run, monkeypatch: pytest.Monke
 
 def test_release_build_and_check(pair: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    built = run(
-        "release", "build", pair / "draft", "--out", out, "--tag", "v1", "--repo-id", "me/it"
-    )
+    command = ["release", "build", pair / "draft", "--out", out, "--repo-id", "me/it", "--tag"]
+    built = run(*command, "v1")
     assert built.status == 0 and "built" in built.out and str(out) in built.out
-    assert (
-        "unchanged"
-        in run(
-            "release", "build", pair / "draft", "--out", out, "--tag", "v1", "--repo-id", "me/it"
-        ).out
-    )
-    document = json.loads(run("release", "build", pair / "draft", "--out", out, "--json").out)
+    assert "unchanged" in run(*command, "v1").out
+    document = json.loads(run(*command, "v2", "--max-shard-size", "20KB", "--json").out)
     assert list(document) == ["folder", "changed", "files", "digest"]
-    assert document["folder"] == str(out) and document["changed"] is True  # another tag
-    assert document["files"].keys() == {path.name for path in out.iterdir()}
+    assert document["folder"] == str(out) and document["changed"] is True
+    files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert document["files"].keys() == files and "model.safetensors.index.json" in files
     checked = run("release", "check", out, "--json")
     findings = json.loads(checked.out)
     assert checked.status == 0
     assert all(list(row) == ["check", "status", "found", "expected", "fix"] for row in findings)
-    assert {row["status"] for row in findings} == {"ok"}
-    (out / "stray.bin").write_bytes(b"x")
+    assert {row["status"] for row in findings} == {"ok"} and len(findings) > 30
+    with (out / "LICENSE").open("a") as file:
+        file.write("and more")
     checked = run("release", "check", out)
-    assert checked.status == 1 and "failed  stray" in checked.out
-    assert "2 failed, 1 skipped" in checked.out and "skipped fresh-load" in checked.out
-    assert_one_message(run("release", "build", pair / "draft", "--out", out), "stray.bin", out)
+    assert checked.status == 1 and "failed  record" in checked.out
+    assert "1 failed, 3 skipped" in checked.out and "skipped load" in checked.out
+    assert_one_message(run("release", "build", pair / "draft", "--out", out), "LICENSE", out)
+
+
+def test_release_check_asks_for_what_it_needs(tmp_path: Path, run: Run) -> None:
     assert_one_message(run("release", "check", tmp_path / "gone"), "gone")
+    assert_one_message(run("release", "check", tmp_path, "--acceptance"), "--target")
+    assert_one_message(run("release", "check", tmp_path, "--prompts", 0), "--prompts 0")
+
+
+def test_release_card(pair: Path, tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(pair / "draft", folder)
+    assert run("release", "card", folder).out == f"{folder / 'README.md'}: README.md written\n"
+    document = json.loads(run("release", "card", folder, "--no-picture", "--json").out)
+    assert document == {"card": str(folder / "README.md"), "changed": []}
+    assert_one_message(run("release", "card", tmp_path / "gone"), "gone")

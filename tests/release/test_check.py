@@ -1,226 +1,153 @@
-"""`release check`: a sound folder passes, and each way of breaking one is found by the check that
-is meant for it."""
+"""`release check` as a whole: a sound folder passes in a stranger's process, whatever goes wrong is
+a finding, nothing untrusted runs. How each check finds its damage: test_damage.py."""
 
-import os
+import json
 import shutil
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.pair_folders import edit_json, edit_weights, truncate, write_drafter
+from support.pair_folders import edit_json, edit_weights, write_target
+from support.releases import MAX_NEW_TOKENS, PROMPTS, check_statically, failures, write_measurement
 
-from flashmap.release import fresh
-from flashmap.release.build import build_release
-from flashmap.release.check import (
-    CHECKS,
-    FAILED,
-    SKIPPED,
-    Finding,
-    ReleaseFolder,
-    check_release,
-)
-from flashmap.release.contents import folder_files
+from flashmap import load_pair
+from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
+from flashmap.prompts import Prompt
+from flashmap.release import environments, loads
+from flashmap.release.acceptance import standard_error
+from flashmap.release.check import CHECKS, FAILED, OK, SKIPPED, Finding, Wanted, check_release
+from flashmap.release.checking import Check, ReleaseFolder, run_check
+from flashmap.release.contents import refresh_record
 from flashmap.release.errors import ReleaseError
-from flashmap.release.fresh import run_fresh
-from flashmap.release.remote_code import RELATIVE, code_digest, read_closure, sibling_names, stamped
+from flashmap.release.remote_code import code_digest, read_closure, stamped
+from flashmap.training.evaluation import evaluate_walks
+from flashmap.training.recipe import EvaluationRecipe
+from flashmap.training.setup import wrap_target
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("release")
-    return build_release(write_drafter(folder / "source"), folder / "out").folder
-
-
-def append(name: str, text: str) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        with (folder / name).open("a") as file:
-            file.write(text)
-
-    return change
-
-
-def fill(value: float) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        edit_weights(folder, lambda tensors: tensors["head.bias"].fill_(value))
-
-    return change
-
-
-BROKEN: dict[str, tuple[Callable[[Path], Any], set[str]]] = {
-    "licence missing": (lambda f: (f / "LICENSE").unlink(), {"files", "record"}),
-    "weights missing": (
-        lambda f: (f / "model.safetensors").unlink(),
-        {"files", "weights", "finite", "stray", "record"},
-    ),
-    "weights truncated": (
-        lambda f: truncate(f / "model.safetensors"),
-        {"weights", "finite", "record"},
-    ),
-    "no taps": (
-        lambda f: edit_json(f / "config.json", target_layer_ids=None),
-        {"config", "remote-code", "weights", "record"},
-    ),
-    "no auto_map": (lambda f: edit_json(f / "config.json", auto_map=None), {"config", "record"}),
-    "first stage only": (
-        lambda f: edit_json(f / "config.json", flow_map=False),
-        {"config", "record"},
-    ),
-    "helper missing": (
-        lambda f: (f / "layers_flashmap.py").unlink(),
-        {"remote-code", "stray", "record"},
-    ),
-    "dotted import": (
-        append("layers_flashmap.py", '\n_ = """\nfrom .utils.x import y\n"""\n'),
-        {"remote-code", "stray", "record"},
-    ),
-    "helper edited": (append("layers_flashmap.py", "\n# a hot fix\n"), {"code-digest", "record"}),
-    "stamp edited": (
-        lambda f: edit_json(f / "config.json", code_digest="0" * 64),
-        {"code-digest", "record"},
-    ),
-    "wider than its weights": (
-        lambda f: edit_json(f / "config.json", intermediate_size=32),
-        {"weights", "record"},
-    ),
-    "tensor missing": (
-        lambda f: edit_weights(f, lambda tensors: tensors.pop("fc.weight")),
-        {"weights", "record"},
-    ),
-    "tensor unknown": (
-        lambda f: edit_weights(f, lambda tensors: tensors.update(x=torch.zeros(1))),
-        {"weights", "record"},
-    ),
-    "NaN": (fill(float("nan")), {"finite", "record"}),
-    "infinite": (fill(float("inf")), {"finite", "record"}),
-    "stray weights": (
-        lambda f: shutil.copy(f / "model.safetensors", f / "adapter.safetensors"),
-        {"stray", "record"},
-    ),
-    "folder inside": (lambda f: (f / "notes").mkdir(), {"stray", "record"}),
-    "symlink": (
-        lambda f: (f / "LICENSE").rename(f.parent / "L") and (f / "LICENSE").symlink_to("../L"),
-        {"stray", "record"},
-    ),
-    "broken symlink": (lambda f: (f / "gone.py").symlink_to("nowhere"), {"stray", "record"}),
-    "pipe": (lambda f: os.mkfifo(f / "pipe.safetensors"), {"stray", "record"}),
-    "code is a pipe": (
-        lambda f: [(f / "layers_flashmap.py").unlink(), os.mkfifo(f / "layers_flashmap.py")],
-        {"remote-code", "stray", "record"},
-    ),
-    "code is no text": (
-        lambda f: (f / "layers_flashmap.py").write_bytes(b"\xff\xfe"),
-        {"remote-code", "stray", "record"},
-    ),
-    "index of numbers": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
-        {"files", "weights", "finite", "stray", "record"},
-    ),
-    "record is a pipe": (
-        lambda f: [(f / "release.json").unlink(), os.mkfifo(f / "release.json")],
-        {"files", "stray", "record"},
-    ),
-    "configuration is a pipe": (
-        lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")],
-        {"files", "config", "remote-code", "weights", "stray", "record"},
-    ),
-    "record of a list": (
-        lambda f: (f / "release.json").write_text('{"files": ["README.md"]}'),
-        {"record"},
-    ),
-    "unrecorded file": (
-        lambda f: edit_json(
-            f / "release.json",
-            files={n: r for n, r in folder_files(f).items() if n != "LICENSE"},
-        ),
-        {"record"},
-    ),
-    "bottomless configuration": (
-        lambda f: (f / "config.json").write_text("[" * 100_000),
-        {"config", "remote-code", "weights", "record"},
-    ),
-    "no record": (lambda f: (f / "release.json").unlink(), {"files", "record"}),
-}
+def status_of(findings: list[Finding], name: str) -> str:
+    return next(finding.status for finding in findings if finding.check == name)
 
 
 def test_a_sound_folder_passes_everything(sound: Path) -> None:
     findings = check_release(sound)
-    assert {finding.check for finding in findings} == {*CHECKS, "code-digest"}
-    assert [finding for finding in findings if finding.status == FAILED] == []
+    expected = [name for name, entry in CHECKS.items() if entry.theme != "against_target"]
+    assert [finding.check for finding in findings] == expected
+    assert {finding.status for finding in findings} == {OK}
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_each_break_is_found(
-    case: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(CHECKS, "fresh-load")  # seconds a run; tested below
-    folder = tmp_path / "out"
-    shutil.copytree(sound, folder)
-    break_it, expected = BROKEN[case]
-    break_it(folder)
-    failed = [finding for finding in check_release(folder) if finding.status == FAILED]
-    assert {finding.check for finding in failed} == expected
-    assert all(finding.found and finding.expected and finding.fix for finding in failed)
+def reported(**changes: Any) -> dict[str, Any]:
+    kinds = ("missing", "unexpected", "mismatched", "on_meta", "not_finite", "resaved")
+    whole = {"class": "M", "transformers": "9.9", "parameters": 3, "golden": 0.0}
+    return {**whole, **{kind: [] for kind in kinds}, **changes}
 
 
 @pytest.mark.parametrize(
-    ("case", "word"),
+    ("changes", "name", "word"),
     [
-        ("no auto_map", "fresh_load.py"),
-        ("helper missing", "layers_flashmap.py"),
-        ("tensor missing", "fc.weight"),
-        ("NaN", "head.bias"),
+        ({"missing": ["fc.weight"]}, "load", "missing: fc.weight"),
+        ({"unexpected": ["x"]}, "load", "unexpected: x"),
+        ({"mismatched": ["y"]}, "load", "mismatched: y"),
+        ({"on_meta": ["z"]}, "load", "on_meta: z"),
+        ({"not_finite": ["z"]}, "load", "not_finite: z"),
+        ({"golden": 2e-4}, "golden", "0.0002"),
+        ({"golden": float("nan")}, "golden", "nan"),
+        ({"golden": None}, "golden", "None"),
+        ({"resaved": ["config.json"]}, "resave", "config.json"),
     ],
 )
-def test_the_fresh_process_finds_it_too(case: str, word: str, sound: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(sound, folder)
-    BROKEN[case][0](folder)
-    try:
-        found = [finding.found for finding in CHECKS["fresh-load"](ReleaseFolder(folder))]
-    except ReleaseError as error:
-        found = [error.found]
-    assert len(found) == 1 and word in found[0]
+def test_what_a_fresh_process_reports_is_judged(
+    changes: dict[str, Any], name: str, word: str, sound: Path
+) -> None:
+    entries = [entry for entry in CHECKS.values() if entry.theme == "loading"]
+    for others in ([], [reported()]):  # the installed transformers, and another one
+        release = ReleaseFolder(sound)
+        release.reports = [*others, reported(**changes)]
+        found: dict[str, Finding] = {}
+        for entry in entries:
+            found[entry.name] = run_check(entry, release, found)
+        assert failures(list(found.values())).keys() == {name}
+        assert word in found[name].found and "9.9" in found[name].found
 
 
-@pytest.mark.parametrize("name", ["layers_flashmap.py", "README.md"])
-def test_tampered_code_is_not_run(name: str, sound: Path, tmp_path: Path) -> None:
-    folder, trace = tmp_path / "out", tmp_path / "it-ran"
-    shutil.copytree(sound, folder)
-    append(name, f"\nopen({str(trace)!r}, 'w')\n")(folder)
-    last = check_release(folder)[-1]
-    assert (last.check, last.status) == ("fresh-load", SKIPPED) and "record" in last.found
-    assert not trace.exists()
+def test_other_numbers_and_a_crash_show_in_a_fresh_process(copy: Path) -> None:
+    edit_weights(copy, lambda tensors: tensors["head.bias"].add_(0.01))
+    refresh_record(copy, ["model.safetensors"])
+    found = failures(check_release(copy))
+    assert found.keys() == {"golden"} and "off by" in found["golden"]
+    code = {name: (copy / name).read_bytes() for name in read_closure(copy)}
+    code["modeling_flashmap.py"] += b"\nraise RuntimeError('not on my machine')\n"
+    for name, content in stamped(code).items():
+        (copy / name).write_bytes(content)
+    edit_json(copy / "config.json", code_digest=code_digest(code))
+    refresh_record(copy, [*code, "config.json"])
+    found = failures(check_release(copy))
+    assert found.keys() == {"load"} and "not on my machine" in found["load"]
 
 
-def test_what_goes_wrong_in_a_check_is_its_finding(
+def test_other_versions_load_in_environments_of_their_own(
     sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(release: ReleaseFolder) -> Iterator[Finding]:
+    asked = []
+
+    @contextmanager
+    def environment(version: str) -> Iterator[Path]:
+        asked.append(version)
+        yield Path(sys.executable)
+
+    monkeypatch.setattr(loads, "environment_with", environment)
+    monkeypatch.setattr(loads, "run_fresh", lambda *a, python=None: iter([{"python": python}]))
+    reports = list(loads.load_reports(sound, ["4.57.6", "5.1"]))
+    assert asked == ["4.57.6", "5.1"]
+    assert [report["python"] for report in reports] == [None, *[Path(sys.executable)] * 2]
+
+
+@pytest.mark.slow
+def test_an_environment_borrows_all_but_transformers() -> None:
+    with environments.environment_with("4.57.6") as python:
+        code = "import torch, transformers; print(torch.__version__, transformers.__version__)"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [torch.__version__, "4.57.6"] and not python.exists()
+
+
+def test_a_version_that_cannot_be_had_is_one_finding(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(loads, "run_fresh", lambda *a, python=None: iter([reported()]))
+    (found,) = failures(check_release(sound, Wanted(transformers=("0.0.1",)))).values()
+    assert "transformers 0.0.1 cannot be installed: ERROR: No matching distribution" in found
+
+
+@pytest.mark.parametrize("name", ["layers_flashmap.py", "LICENSE"])
+def test_tampered_code_is_not_run(name: str, copy: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "it-ran"
+    with (copy / name).open("a") as file:
+        file.write(f"\nopen({str(trace)!r}, 'w')\n")
+    findings = check_release(copy)
+    assert status_of(findings, "load") == SKIPPED and not trace.exists()
+
+
+def test_what_goes_wrong_in_a_check_is_its_finding(sound: Path) -> None:
+    def crash(release: ReleaseFolder) -> str:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("flashmap.release.check.CHECKS", {"odd": check})
-    (finding,) = check_release(sound)
+    entry = Check("odd", crash, frozenset(), lambda wanted: True)
+    finding = run_check(entry, ReleaseFolder(sound), {})
     assert finding.status == FAILED and "ZeroDivisionError: by zero" in finding.found
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        ("code is no text", "layers_flashmap.py"),
-        ("broken symlink", "gone.py (symlink)"),
-        ("pipe", "pipe.safetensors (special file)"),
-        ("index of numbers", "model.safetensors.index.json"),
-    ],
-)
-def test_a_finding_names_the_file(
-    case: str, name: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(CHECKS, "fresh-load")
-    shutil.copytree(sound, tmp_path / "out")
-    BROKEN[case][0](tmp_path / "out")
-    assert any(name in row.found for row in check_release(tmp_path / "out"))
+def test_a_file_that_another_check_owns_is_not_told_twice(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    findings = check_statically(copy)
+    assert failures(findings).keys() == {"config"}
+    skipped = {finding.check for finding in findings if finding.status == SKIPPED}
+    assert {"auto-map", "grids", "weights", "card-current"} <= skipped
 
 
 def test_no_folder_is_one_error(tmp_path: Path) -> None:
@@ -229,103 +156,76 @@ def test_no_folder_is_one_error(tmp_path: Path) -> None:
     assert "flashmap release build" in caught.value.fix
 
 
-# --- remote code
+# --- against the target
 
 
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("from .a_flashmap import x", ["a_flashmap.py"]),
-        ("    from .a_flashmap import x", ["a_flashmap.py"]),
-        ("import torch\nfrom torch import nn", []),
-        ("# see from the .a file import", []),
-    ],
-)
-def test_what_the_loader_takes_for_a_sibling(line: str, names: list[str]) -> None:
-    assert sibling_names(line, "x.py") == names
+@pytest.fixture(scope="module")
+def measured(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and a release whose acceptance was counted along the target's own texts."""
+    root = tmp_path_factory.mktemp("measured")
+    target, release = write_target(root / "target"), root / "release"
+    shutil.copytree(sound, release)
+    model, draft, tokenizer = load_pair(target, release)
+    assert isinstance(draft, FlashMapDraftModel)
+    prompts = [Prompt(text, "ab"[index % 2]) for index, text in enumerate(PROMPTS)]
+    recipe = EvaluationRecipe(max_new_tokens=MAX_NEW_TOKENS, temperatures=(0.0,))
+    walks = evaluate_walks(draft, wrap_target(model, draft.config), tokenizer, prompts, recipe)
+    write_measurement(release, walk=walks)
+    return target, release
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from . import a",
-        "from .. import a",
-        "from .a.b import c",
-        "from ..a import b",
-        "import .a.b",
-    ],
-)
-def test_other_relative_imports_are_refused(line: str) -> None:
-    with pytest.raises(ReleaseError) as caught:
-        sibling_names(line, "x.py")
-    assert line in caught.value.found
+def against(target: Path, release: Path, prompts: int | None = None) -> dict[str, Finding]:
+    """The checks against the target alone."""
+    wanted = Wanted(str(target), acceptance=True, prompts=prompts)
+    folder, found = ReleaseFolder(release, wanted), {}
+    for entry in CHECKS.values():
+        if entry.theme == "against_target":
+            found[entry.name] = run_check(entry, folder, found)
+    return found
 
 
-def test_the_expression_agrees_with_transformers(sound: Path) -> None:
-    from transformers.dynamic_module_utils import get_relative_imports
-
-    for path in sound.glob("*.py"):
-        theirs = {f"{name}.py" for name in get_relative_imports(path)}
-        assert set(sibling_names(path.read_text(), path.name)) == theirs
-        assert RELATIVE.groups == 2
-
-
-def test_a_helper_of_a_helper_has_to_be_named(tmp_path: Path) -> None:
-    (tmp_path / "modeling_flashmap.py").write_text(
-        "from .configuration_flashmap import a\nfrom .b import c\n"
-    )
-    (tmp_path / "configuration_flashmap.py").write_text('CODE_DIGEST = "source tree"\n')
-    (tmp_path / "b.py").write_text("from .d import e\n")
-    (tmp_path / "d.py").write_text("e = 1\n")
-    with pytest.raises(ReleaseError) as caught:
-        read_closure(tmp_path)
-    assert "d.py" in caught.value.found
+def test_the_stated_acceptance_is_reproduced(measured: tuple[Path, Path]) -> None:
+    found = against(*measured)
+    assert {name: finding.status for name, finding in found.items()} == {
+        "target-match": OK,
+        "acceptance": OK,
+    }
+    assert f"over {len(PROMPTS)} of {len(PROMPTS)} prompts" in found["acceptance"].found
+    few = against(*measured, prompts=3)["acceptance"]
+    assert few.status == OK and f"over 3 of {len(PROMPTS)} prompts" in few.found
 
 
-def test_the_digest_sees_every_byte_but_the_stamp() -> None:
-    files = {"configuration_flashmap.py": b'A = 1\nCODE_DIGEST = "x"\nB = 2\n', "z.py": b"y = 1\n"}
-    digest = code_digest(files)
-    assert code_digest(stamped(files)) == code_digest(dict(reversed(files.items()))) == digest
-    assert digest.encode() in stamped(files)["configuration_flashmap.py"]
-    assert code_digest({**files, "z.py": b"y = 2\n"}) != digest
-    assert code_digest({**files, "w.py": b""}) != digest
-    for text in (b"A = 1\n", b'CODE_DIGEST = "x"\nCODE_DIGEST = "y"\n'):
-        with pytest.raises(ReleaseError):
-            stamped({"configuration_flashmap.py": text})
+def test_another_acceptance_is_a_finding(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    target, release = measured
+    copy = Path(shutil.copytree(release, tmp_path / "copy"))
+    path = copy / "eval/acceptance.json"
+    document = json.loads(path.read_text())
+    document["walk"][0]["overall"]["acceptance_length_without_looped"] += 0.5
+    path.write_text(json.dumps(document))
+    found = against(target, copy)["acceptance"]
+    assert found.status == FAILED and "in eval/acceptance.json" in found.found
 
 
-# --- the fresh process
+def test_another_target_is_a_finding(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    target, release = measured
+    copy = Path(shutil.copytree(release, tmp_path / "copy"))
+    edit_json(copy / "config.json", num_target_layers=99)
+    found = against(target, copy)
+    assert found["target-match"].status == FAILED and found["acceptance"].status == SKIPPED
+    assert "99" in found["target-match"].found
+    edit_json(copy / "config.json", num_target_layers=3, draft_vocab_size=50)
+    edit_json(copy / "config.json", target_vocab_hash="0" * 64)
+    assert "vocabulary" in against(target, copy)["target-match"].found
 
 
-def test_a_fresh_process_is_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "json.py").write_text("raise SystemExit('a neighbour was imported')\n")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, os, sys\n"
-        "try:\n    import flashmap.pair\n    found = True\nexcept ImportError:\n    found = False\n"
-        "print('chatter')\n"
-        "print(json.dumps({'found': found, 'cwd': os.getcwd(), 'args': sys.argv[1:],"
-        " 'offline': os.environ['HF_HUB_OFFLINE'], 'path': os.environ.get('PYTHONPATH')}))\n"
-    )
-    (seen,) = run_fresh(script, ["a b"])
-    assert seen["found"] is False and seen["args"] == ["a b"]
-    assert seen["offline"] == "1" and seen["path"] is None
-    assert not Path(seen["cwd"]).exists()  # its folder is gone with it
-
-
-def test_a_failing_script_is_one_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("print('{\"a\": 1}')\nraise KeyError('the reason')\n")
-    events = run_fresh(script, [])
-    assert next(events) == {"a": 1}
-    with pytest.raises(ReleaseError, match="the reason"):
-        next(events)
-
-
-def test_a_hanging_script_is_stopped(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import time\ntime.sleep(600)\n")
-    with pytest.raises(ReleaseError):
-        list(run_fresh(script, [], timeout=1.0))
-    assert fresh.BOOTSTRAP.is_file()
+def test_the_standard_error_is_that_of_resampled_texts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = [
+        torch.randint(1, 5, (int(n),), generator=generator).tolist()
+        for n in torch.randint(5, 40, (50,), generator=generator)
+    ]
+    means = []
+    for _ in range(4000):
+        drawn = [texts[int(i)] for i in torch.randint(50, (50,), generator=generator)]
+        means.append(sum(map(sum, drawn)) / sum(map(len, drawn)))
+    assert standard_error(texts) == pytest.approx(float(torch.tensor(means).std()), rel=0.1)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from flashmap.pair import vocabulary_hash
+from flashmap.schedule import jump_times
 
 from . import toys
 
@@ -49,10 +53,23 @@ def write_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: An
     return folder
 
 
+@cache
+def _grids() -> dict[str, list[float]]:
+    """Jump grids that belong to a vocabulary of so many rows."""
+    return {str(n): jump_times([i / n for i in range(n + 1)], ROWS) for n in range(1, 5)}
+
+
 def write_drafter(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A tiny drafter for that target, with a card."""
-    toys.drafter(**{"vocab_size": ROWS, **changes}).to(dtype).save_pretrained(folder)
-    (folder / "README.md").write_text("# A tiny drafter\n")
+    """A tiny drafter for that target, with a card, and with what a release has to state of both."""
+    facts = {
+        "vocab_size": ROWS,
+        "jump_grids": _grids(),
+        "num_target_layers": 3,
+        "target_revision": "0" * 40,
+        "target_vocab_hash": vocabulary_hash(tokenizer()),
+    }
+    toys.drafter(**{**facts, **changes}).to(dtype).save_pretrained(folder)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A tiny drafter\n")
     return folder
 
 
