@@ -37,7 +37,7 @@ class Optimizer:
         # kernels can take it.
         named = sorted(
             model.named_parameters(),
-            key=lambda pair: (_kind(*pair, recipe.optimizer), -pair[1].numel()),
+            key=lambda pair: (_kind(pair[0], pair[1], recipe.optimizer), -pair[1].numel()),
         )
         kinds = [_kind(name, parameter, recipe.optimizer) for name, parameter in named]
         self.names = [name for name, _ in named]
