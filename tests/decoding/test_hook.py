@@ -125,7 +125,7 @@ def test_greedy_text_is_plain_generates(setting: str, inputs: Any) -> None:
     assert hook_count(target()) == 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 6, 9])
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 9])
 def test_exactly_so_many_tokens(num_tokens: int) -> None:
     found = hooked(single(), knowing(generate(single())[0]), max_new_tokens=num_tokens)
     assert found[0, LENGTH:].tolist() == text()[:num_tokens]
@@ -155,7 +155,7 @@ def test_processors_see_their_own_row() -> None:
 
 
 @pytest.mark.parametrize("inputs", [single, batch])
-@pytest.mark.parametrize("setting", ["nothing", "end tokens", "repetition", "several"])
+@pytest.mark.parametrize("setting", ["end tokens", "several"])
 def test_scores_and_logits_are_plain_generates(setting: str, inputs: Any) -> None:
     given, more = SETTINGS[setting](), {"return_dict_in_generate": True}
     more |= {"output_scores": True, "output_logits": True}
