@@ -8,6 +8,7 @@ import typer
 
 from .options import Json
 from .output import print_json, results_on_stdout
+from .release_push import kernels, push, space
 
 release_app = typer.Typer(
     help="Build and check release folders.", no_args_is_help=True, rich_markup_mode=None
@@ -67,3 +68,12 @@ def check(
         print(f"{passed} passed, {len(failed)} failed{rest}")
     if failed:
         raise typer.Exit(1)
+
+
+release_app.command(
+    epilog="Example: flashmap release push release-out me/my-drafter --tag v1.0 --dry-run"
+)(push)
+release_app.command(
+    epilog="Example: flashmap release space me/demo --draft me/my-drafter@v1.0 --yes"
+)(space)
+release_app.command(epilog="Example: flashmap release kernels me/flashmap-kernels --yes")(kernels)

@@ -243,9 +243,7 @@ class Api:
             raise HubError(404, "", f"no large file {wanted['oid']} of {wanted['size']} bytes")
         return Answer(200)
 
-    def _commit(
-        self, request: Request, repo: Repo, revision: str, *, pull_request: bool
-    ) -> Answer:
+    def _commit(self, request: Request, repo: Repo, revision: str, *, pull_request: bool) -> Answer:
         header: dict[str, Any] = {}
         changes: dict[str, Entry | None] = {}
         readers: dict[str, Callable[[dict[str, Any]], Entry | None]] = {
@@ -345,6 +343,8 @@ def validate_yaml(wanted: dict[str, Any]) -> Answer:
                 errors.append(f'"{key}" must be one of {sorted(COLOURS)}')
         if len(data.get("short_description", "")) > 60:
             errors.append('"short_description" length must be at most 60')
-    answer = {name: [{"message": text} for text in texts] for name, texts in
-              (("errors", errors), ("warnings", warnings))}
+    answer = {
+        name: [{"message": text} for text in texts]
+        for name, texts in (("errors", errors), ("warnings", warnings))
+    }
     return _json(answer, 400 if errors else 200)

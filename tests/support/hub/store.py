@@ -101,6 +101,8 @@ class Store:
             raise HubError(409, "", f"You already created this {kind} repo: {repo_id}")
         repo = self.repos[kind, repo_id] = Repo(kind, repo_id, private, settings=settings)
         tree = {".gitattributes": self.put(ATTRIBUTES)}
+        if kind == "space":
+            tree["README.md"] = self.put(b"---\nsdk: gradio\n---\n")
         repo.refs[MAIN] = self._record(tree, None, "initial commit", repo.owner).oid
         return repo
 
