@@ -186,13 +186,13 @@ class HubRepo:
     ) -> CommitInfo:
         """Send what ``plan`` adds, changes and deletes as one commit, on the head it saw or not at
         all."""
-        # Made anew each time: the client keeps notes in them.
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(path, plan.files[path].source)
-            for path in [*plan.added, *plan.changed]
-        ]
-        operations += [CommitOperationDelete(path, is_folder=False) for path in plan.deleted]
         try:
+            # Made anew each time: the client keeps notes in them.
+            operations: list[CommitOperationAdd | CommitOperationDelete] = [
+                CommitOperationAdd(path, plan.files[path].source)
+                for path in [*plan.added, *plan.changed]
+            ]
+            operations += [CommitOperationDelete(path, is_folder=False) for path in plan.deleted]
             return self.api.create_commit(
                 self.id,
                 operations,
@@ -204,12 +204,12 @@ class HubRepo:
             )
         except CLIENT_ERRORS:
             raise
-        except ValueError as error:  # the card's metadata, or a file that the Hub will not take
+        except ValueError as error:  # a file that is gone, or metadata that the Hub refuses
             raise ReleaseError(
                 "commit",
                 " ".join(str(error).split()),
                 "files that the Hub accepts",
-                "mend them and build again; nothing has become main",
+                "mend them; nothing has become main",
             ) from error
 
     def name(self, commit: str, name: str, *, branch: bool) -> None:
