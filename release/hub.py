@@ -262,12 +262,12 @@ class HubRepo:
 
     def _pause(self, what: str, error: Exception, wait: float) -> None:
         """Wait before the next attempt; raises ReleaseError if there is no use in one."""
-        response = getattr(error, "response", None)
+        response = getattr(_reason(error), "response", None)
         asked = _seconds(response.headers.get("Retry-After")) if response is not None else 0.0
         if not _may_pass(error) or asked > LONGEST_WAIT:
             raise self._failure(what, error) from error
         # Somebody was there first: what there is can be looked at now.
-        wait = 0.0 if _status(error) in TAKEN else max(wait, asked)
+        wait = 0.0 if _status(_reason(error)) in TAKEN else max(wait, asked)
         log.warning("%s: %s; trying again in %g s", what, _short(error), wait)
         time.sleep(wait)
 
@@ -307,15 +307,11 @@ def _status(error: BaseException) -> int | None:
 
 
 def _may_pass(error: Exception) -> bool:
-    # What the uploader gives up on, it has tried several times itself.
-    if isinstance(error, (RuntimeError, OfflineModeIsEnabled)):
-        return False
-    status = _status(error)
-    return (
-        isinstance(error, (NETWORK_ERROR, json.JSONDecodeError))
-        if status is None
-        else status in PASSING | TAKEN
-    )
+    reason = _reason(error)
+    if status := _status(reason):
+        return status in PASSING | TAKEN
+    offline = isinstance(reason, OfflineModeIsEnabled)
+    return isinstance(reason, (NETWORK_ERROR, json.JSONDecodeError)) and not offline
 
 
 def _seconds(text: str | None) -> float:

@@ -1,28 +1,5 @@
-"""A Hub for every test, and this process as its client, signed in as ada."""
+"""A Hub for every test."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from support.hub.fixtures import hub, released, waits
 
-import pytest
-from support.hub.client import OLD, point_client, push_files, record_waits
-from support.hub.server import LocalHub
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalHub]:
-    with LocalHub() as local:
-        point_client(monkeypatch, local, tmp_path / "home", "ada", "write")
-        yield local
-
-
-@pytest.fixture(autouse=True)
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    return record_waits(monkeypatch)
-
-
-@pytest.fixture
-def released(hub: LocalHub) -> LocalHub:
-    """A Hub where v1 has been released."""
-    push_files(OLD, "v1")
-    hub.log.clear()
-    return hub
+__all__ = ["hub", "released", "waits"]

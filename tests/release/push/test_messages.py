@@ -3,11 +3,14 @@
 import errno
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, constants
+from support.hub import push_child
 from support.hub.client import NEW, OLD, planned, push_files, remote_files, remote_repo
 from support.hub.server import LocalHub
 
@@ -109,9 +112,11 @@ def test_no_network(hub: LocalHub, monkeypatch: pytest.MonkeyPatch, waits: list[
 
 
 def test_offline_on_purpose(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    error = refused(hub)
-    assert "HF_HUB_OFFLINE" in error.found and hub.log == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    done = subprocess.run([sys.executable, push_child.__file__], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ReleaseError" in last and "unset HF_HUB_OFFLINE" in last and hub.log == []
 
 
 def test_a_full_disk(released: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from flashmap.release.hub import HubRepo
 from flashmap.release.plan import LocalFile, local_file
@@ -46,6 +46,7 @@ def point_client(
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
