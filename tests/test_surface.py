@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
     "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--seed", "--json"
 }  # fmt: skip
+PUSH = {"--dry-run", "--pr", "--private", "--yes", "--json"}
 OPTIONS = {
     "demo": {"--max-new-tokens", "--json"},
     "generate": MODELS
@@ -24,6 +25,9 @@ OPTIONS = {
     "doctor": {"--json"},
     "release build": {"--out", "--repo-id", "--tag", "--json"},
     "release check": {"--json"},
+    "release push": PUSH | {"--tag"},
+    "release space": PUSH | {"--draft", "--target", "--folder"},
+    "release kernels": PUSH | {"--version"},
     "train data": {"--set", "--device", "--json"},
     "train run": {"--set", "--seconds", "--cpu"},
     "train eval": {"--set", "--draft", "--loop", "--device", "--json"},
