@@ -5,8 +5,6 @@ twice before what is there has been looked at (`settle`), and every failure ends
 that says what was asked, what came back and what to do.
 """
 
-import errno
-import json
 import logging
 import re
 import time
@@ -24,9 +22,7 @@ from huggingface_hub import (
 )
 from huggingface_hub import __version__ as client_version
 from huggingface_hub.errors import (
-    HfHubHTTPError,
     HFValidationError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -36,6 +32,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from flashmap import __version__
 
 from .errors import ReleaseError
+from .hub_errors import AGAIN, CLIENT_ERRORS, explain, in_short, is_taken, may_pass, wait_asked
 from .plan import Plan, RemoteFile
 
 log = logging.getLogger(__name__)
@@ -43,18 +40,6 @@ T = TypeVar("T")
 # Seconds between attempts, if the Hub does not ask for more.
 WAITS = (1.0, 2.0, 4.0, 8.0)
 LONGEST_WAIT = 300.0
-# Answers after which the same call may be right a moment later.
-PASSING = {408, 429, 500, 502, 503, 504}
-TAKEN = {409, 412}
-# The client's own errors are those of its HTTP library: requests up to 0.36, httpx from 1.0.
-_LIBRARY = HfHubHTTPError.__bases__[0].__module__.partition(".")[0]
-NETWORK_ERROR: type[Exception] = next(
-    kind for kind in reversed(HfHubHTTPError.__mro__) if kind.__module__.startswith(_LIBRARY)
-)
-# A large file that cannot be uploaded comes as a RuntimeError around the reason.
-# What is no JSON came from a machine in between.
-CLIENT_ERRORS = (NETWORK_ERROR, OSError, RuntimeError, json.JSONDecodeError)
-AGAIN = "run the same command again: it goes on where this one stopped"
 
 
 class HubRepo:
@@ -262,67 +247,12 @@ class HubRepo:
 
     def _pause(self, what: str, error: Exception, wait: float) -> None:
         """Wait before the next attempt; raises ReleaseError if there is no use in one."""
-        response = getattr(_reason(error), "response", None)
-        asked = _seconds(response.headers.get("Retry-After")) if response is not None else 0.0
-        if not _may_pass(error) or asked > LONGEST_WAIT:
+        if not may_pass(error) or wait_asked(error) > LONGEST_WAIT:
             raise self._failure(what, error) from error
-        # Somebody was there first: what there is can be looked at now.
-        wait = 0.0 if _status(_reason(error)) in TAKEN else max(wait, asked)
-        log.warning("%s: %s; trying again in %g s", what, _short(error), wait)
+        # Where somebody was first, what there is can be looked at now.
+        wait = 0.0 if is_taken(error) else max(wait, wait_asked(error))
+        log.warning("%s: %s; trying again in %g s", what, in_short(error), wait)
         time.sleep(wait)
 
     def _failure(self, what: str, error: Exception) -> ReleaseError:
-        reason = _reason(error)
-        status = _status(reason)
-        found, expected, fix = f"{_short(error)} from {self.api.endpoint}", "an answer", AGAIN
-        if isinstance(reason, RepositoryNotFoundError):
-            found = f"no {self.kind} repository {self.id}, or a private one of somebody else"
-            expected, fix = "a repository that this token can see", "check the id and the token"
-        elif status == 401:
-            found, expected = "a token that the Hub refuses", "a valid one"
-            fix = "run `hf auth login`, or set HF_TOKEN to a token that has not been revoked"
-        elif status == 403:
-            found = f"no right to write to {self.id}: {_short(error)}"
-            expected = "a token with write access to it"
-            fix = "check the owner's name, and what the token may do on the Hub's settings page"
-        elif isinstance(reason, OfflineModeIsEnabled):
-            found, expected, fix = "HF_HUB_OFFLINE set", "a network", "unset HF_HUB_OFFLINE"
-        elif status is None and isinstance(reason, NETWORK_ERROR):
-            found, expected = f"no connection to {self.api.endpoint} ({_short(error)})", "a network"
-            fix = f"check the network and HF_ENDPOINT, then {AGAIN}"
-        elif getattr(reason, "errno", None) == errno.ENOSPC:
-            found = f"a full disk ({_short(error)})"
-            expected, fix = "room for the files in the temporary folder", f"make room, then {AGAIN}"
-        return ReleaseError(what, found, expected, fix)
-
-
-def _reason(error: Exception) -> BaseException:
-    """The error under the one that the uploader raises."""
-    return error.__cause__ or error if isinstance(error, RuntimeError) else error
-
-
-def _status(error: BaseException) -> int | None:
-    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
-    return status
-
-
-def _may_pass(error: Exception) -> bool:
-    reason = _reason(error)
-    if status := _status(reason):
-        return status in PASSING | TAKEN
-    offline = isinstance(reason, OfflineModeIsEnabled)
-    return isinstance(reason, (NETWORK_ERROR, json.JSONDecodeError)) and not offline
-
-
-def _seconds(text: str | None) -> float:
-    return float(text) if text and re.fullmatch(r"[0-9.]+", text) else 0.0
-
-
-def _short(error: Exception) -> str:
-    """An error in one line."""
-    reason = _reason(error)
-    response = getattr(reason, "response", None)
-    if response is not None:
-        text = response.headers.get("X-Error-Message") or ""
-        return f"status {response.status_code}" + (f" ({text})" if text else "")
-    return f"{type(reason).__name__}: {' '.join(str(reason).split())}"[:300]
+        return explain(what, error, f"{self.kind} repository {self.id}", self.api.endpoint)

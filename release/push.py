@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from .contents import CARD
 from .errors import ReleaseError
-from .hub import AGAIN, HubRepo
+from .hub import HubRepo
+from .hub_errors import AGAIN
 from .plan import KEPT, LocalFile, Plan
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -87,9 +88,9 @@ def push(
 ) -> Pushed:
     """Bring ``plan`` to main, or into a pull request.
 
-    ``verify`` gets the sha of the staged commit and raises if it is not fit to be released;
-    ``report`` gets a line as each step begins. Raises ReleaseError; what had been done by then is
-    found again by the next run.
+    The token should have been tried (`HubRepo.require_writer`). ``verify`` gets the sha of the
+    staged commit and raises if it is not fit to be released; ``report`` gets a line as each step
+    begins. Raises ReleaseError; what had been done by then is found again by the next run.
     """
     return _Push(repo, plan, message, mark, verify, private, report).run(pull_request=pull_request)
 
@@ -105,7 +106,6 @@ class _Push:
     report: Report
 
     def run(self, *, pull_request: bool) -> Pushed:
-        self.repo.require_writer()
         head = self._existing_head()
         if pull_request:
             return self._propose(head)

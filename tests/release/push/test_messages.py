@@ -79,7 +79,10 @@ def test_a_token_that_may_only_read(released: LocalHub, monkeypatch: pytest.Monk
 def test_no_rights(existing: bool, released: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", released.user("bob").token)
     error = refused(released, "ada/drafter" if existing else "ada/another")
-    assert "no right to write to ada/" in error.found and "namespace ada" in error.found
+    assert (
+        "no right to write to the model repository ada/" in error.found
+        and "namespace ada" in error.found
+    )
     assert remote_files(released) == OLD
 
 

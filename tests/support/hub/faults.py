@@ -21,7 +21,6 @@ class Fault:
         delay: seconds to wait first.
         retry_after: seconds that the answer asks the client to wait.
         times: at how many matching requests.
-        skip: how many matching requests pass unharmed before.
     """
 
     pattern: str
@@ -32,7 +31,6 @@ class Fault:
     delay: float = 0.0
     retry_after: float | None = None
     times: int = 1
-    skip: int = 0
 
     def happen(self) -> None:
         """Wait, and do what is to be done; the answer is the server's part."""
@@ -59,9 +57,6 @@ class Faults:
         with self._lock:
             for fault in self._ordered:
                 if fault.times and re.search(fault.pattern, line):
-                    if fault.skip:
-                        fault.skip -= 1
-                        continue
                     fault.times -= 1
                     return fault
         return None

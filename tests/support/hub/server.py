@@ -29,7 +29,7 @@ class User:
 
 
 class LocalHub:
-    """The server; a context manager. Port 0 takes a free one.
+    """The server, on a free port; a context manager.
 
     Attributes:
         store: everything it keeps.
@@ -37,12 +37,12 @@ class LocalHub:
         log: every request as (method and path, status that was answered); 0 for none.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         self.store = Store()
         self.faults = Faults()
         self.log: list[tuple[str, int]] = []
         self.users: dict[str, User] = {}
-        self._server = _Server(("127.0.0.1", port), _Handler)
+        self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.api = Api(self.store, self.endpoint)
