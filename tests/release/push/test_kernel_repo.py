@@ -1,9 +1,11 @@
 """`release kernels`: a Hub kernel repository that the PyPI package `kernels` loads."""
 
 import ast
+import importlib
 import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -81,17 +83,33 @@ def test_a_module_that_needs_the_package_is_refused(line: str, tmp_path: Path) -
     assert line in caught.value.found and "a.py:2" in caught.value.found
 
 
-def test_it_loads_with_the_kernels_package(tmp_path: Path) -> None:
+@pytest.fixture
+def kernels() -> Any:
+    """The PyPI package of that name; from the repository root, our folder can be imported too."""
     try:
         importlib.metadata.version("kernels")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the PyPI package kernels is not installed")
-    import kernels
+    return importlib.import_module("kernels")
 
-    loaded = kernels.get_local_kernel(lay_out(kernel_files(ROOM, "ada/ops", 1), tmp_path))
+
+def assert_ours(loaded: Any) -> None:
+    """The loaded package offers our operations, and they compute the same."""
     assert sorted(loaded.__all__) == sorted(fused_flashmap.__all__)
     x, weight = torch.randn(3, 8), torch.randn(8)
     assert loaded.rms_norm(x, weight, 1e-6).equal(fused_flashmap.rms_norm(x, weight, 1e-6))
+
+
+def test_the_kernels_package_loads_the_folder(kernels: Any, tmp_path: Path) -> None:
+    assert_ours(kernels.get_local_kernel(lay_out(kernel_files(ROOM, "ada/ops", 1), tmp_path)))
+
+
+@needs_client
+def test_the_kernels_package_loads_what_was_pushed(kernels: Any, hub: LocalHub) -> None:
+    repo, mark = HubRepo("ada/ops", "kernel"), Mark("v2", moves=True)
+    files = kernel_files(ROOM, "ada/ops", 2)
+    push(repo, make_plan(repo, files, mark), message="Kernels", mark=mark)
+    assert_ours(kernels.get_kernel("ada/ops", version=2, trust_remote_code=True))
 
 
 @needs_client
