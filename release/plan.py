@@ -5,6 +5,7 @@ computed here once and compared with whichever a listing shows.
 """
 
 import hashlib
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,21 +42,15 @@ class RemoteFile:
 
 def local_file(source: Path | bytes) -> LocalFile:
     """Read a file, or take its bytes, once."""
-    if isinstance(source, bytes):
-        return LocalFile(
-            source, len(source), hashlib.sha256(source).hexdigest(), _blob(source).hexdigest()
-        )
-    size = source.stat().st_size
-    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    with source.open("rb") as file:
+    stream = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+    with stream as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         while chunk := file.read(_CHUNK):
             sha256.update(chunk)
             blob.update(chunk)
     return LocalFile(source, size, sha256.hexdigest(), blob.hexdigest())
-
-
-def _blob(content: bytes) -> "hashlib._Hash":
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """How a staged commit is tried before it becomes main: it is downloaded by its sha into an empty
 cache, compared byte by byte with what was sent, and used in a fresh process."""
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from .errors import ReleaseError
 from .fresh import run_fresh
 from .hub import HubRepo
-from .plan import LocalFile
+from .plan import LocalFile, local_file
 from .push import Verify
 
 
@@ -25,7 +24,7 @@ def arrives(
         with tempfile.TemporaryDirectory(prefix="flashmap-push-") as cache:
             folder = repo.download(sha, Path(cache))
             for path, file in files.items():
-                _require_same(folder / path, file, path)
+                _require_same(path, local_file(folder / path), file)
             use(folder, sha, Path(cache))
 
     return verify
@@ -45,13 +44,11 @@ def imports(repo: HubRepo, files: Mapping[str, LocalFile], package: str) -> Veri
     return arrives(repo, files, lambda folder, *_: list(run_fresh(script, [str(folder / package)])))
 
 
-def _require_same(found: Path, sent: LocalFile, path: str) -> None:
-    with found.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest != sent.sha256:
+def _require_same(path: str, found: LocalFile, sent: LocalFile) -> None:
+    if found.sha256 != sent.sha256:
         raise ReleaseError(
             "download",
-            f"{path} with sha256 {digest}",
+            f"{path} with sha256 {found.sha256}",
             f"the {sent.sha256} that was sent",
             "the Hub or the way to it changes files: do not release from this machine",
         )
