@@ -8,6 +8,7 @@ Not here: Xet storage, redirects to another host, gated repositories.
 """
 
 import json
+import sys
 import threading
 import urllib.parse
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class LocalHub:
             "HF_ENDPOINT": self.endpoint,
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_OFFLINE": "0",
             **token,
         }
 
@@ -86,7 +88,10 @@ class _Server(ThreadingHTTPServer):
     hub: LocalHub
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that die in mid-request are part of the tests."""
+        """Clients that die in mid-request are part of the tests; anything else is a mistake
+        here."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -112,7 +117,6 @@ class _Handler(BaseHTTPRequestHandler):
         if body is None:
             self._drop(line)
             return
-        answer: Answer | None = None
         if fault and fault.status and not fault.after:
             answer = _faulty(fault)
         else:
@@ -132,11 +136,13 @@ class _Handler(BaseHTTPRequestHandler):
             body = self.rfile.read(length)
             return body if len(body) == length else None
         parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
+        while line := self.rfile.readline():
+            size = int(line.split(b";")[0], 16)
             parts.append(self.rfile.read(size))
             self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+            if size == 0:
+                return b"".join(parts)
+        return None
 
     def _answer(self, path: str, query: str, body: bytes) -> Answer:
         hub = cast(_Server, self.server).hub
