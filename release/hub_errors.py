@@ -7,6 +7,7 @@ The client's own errors are those of its HTTP library, which is requests up to 0
 import errno
 import json
 import re
+import tempfile
 
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -82,7 +83,7 @@ def explain(what: str, error: Exception, repository: str, endpoint: str) -> Rele
         fix = f"check the network and HF_ENDPOINT, then {AGAIN}"
     elif getattr(reason, "errno", None) == errno.ENOSPC:
         found = f"a full disk ({in_short(error)})"
-        expected, fix = "room for the files in the temporary folder", f"make room, then {AGAIN}"
+        expected, fix = f"room in {tempfile.gettempdir()}", f"make room, then {AGAIN}"
     return ReleaseError(what, found, expected, fix)
 
 
