@@ -51,7 +51,7 @@ $(1)/bin/python $(PIP) install --constraint $(2) --editable '.[$(3)]'; \
 touch $(1)/.installed
 endef
 
-.PHONY: help demo test test-compat test-slow test-gpu check fmt wheel bench clean
+.PHONY: help demo demo-push test test-compat test-slow test-gpu check fmt wheel bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -66,6 +66,10 @@ comma := ,
 
 demo: $(READY)
 	@$(VENV)/bin/flashmap demo $(ARGS)
+
+# A release pushed to a Hub that runs on this machine, downloaded, and used.
+demo-push: $(READY)
+	@PYTHONPATH=tests $(VENV)/bin/python -m support.hub.demo
 
 test: $(READY)
 	$(VENV)/bin/python $(PYTEST) -m "$(EVERYWHERE)" $(ARGS)

@@ -9,12 +9,13 @@ import typer
 
 from .options import Json
 from .output import busy, print_json, results_on_stdout
+from .release_push import kernels, push, space
 
 if TYPE_CHECKING:
     from flashmap.release.check import Finding
 
 release_app = typer.Typer(
-    help="Build, describe and check release folders.", no_args_is_help=True, rich_markup_mode=None
+    help="Build, describe, check and push release folders.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -124,3 +125,12 @@ def card(
         print_json({"card": str(done.card), "changed": done.changed})
         return
     print(f"{done.card}: {', '.join(done.changed) + ' written' if done.changed else 'unchanged'}")
+
+
+release_app.command(
+    epilog="Example: flashmap release push release-out me/my-drafter --tag v1.0 --dry-run"
+)(push)
+release_app.command(
+    epilog="Example: flashmap release space me/demo --draft me/my-drafter@v1.0 --yes"
+)(space)
+release_app.command(epilog="Example: flashmap release kernels me/flashmap-kernels --yes")(kernels)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
     "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--seed", "--json"
 }  # fmt: skip
+PUSH = {"--dry-run", "--pr", "--private", "--yes", "--json"}
 OPTIONS = {
     "demo": {"--max-new-tokens", "--json"},
     "generate": MODELS
@@ -27,6 +28,9 @@ OPTIONS = {
     "release build": {"--out", "--repo-id", "--tag", "--max-shard-size", "--json"},
     "release check": {"--target", "--acceptance", "--prompts", "--transformers", "--json"},
     "release card": {"--picture", "--json"},
+    "release push": PUSH | {"--tag"},
+    "release space": PUSH | {"--draft", "--target", "--folder"},
+    "release kernels": PUSH | {"--version"},
     "train data": {"--set", "--device", "--json"},
     "train run": {"--set", "--seconds", "--cpu"},
     "train eval": {"--set", "--draft", "--loop", "--device", "--json"},

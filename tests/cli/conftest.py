@@ -1,13 +1,10 @@
 """Runs the command line in this process, and keeps a tiny pair on disk for it."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Ended, Run
+from support.commands import run  # noqa: F401  # a fixture
 from support.pair_folders import write_drafter, write_target
-
-from flashmap.cli.main import main
 
 
 @pytest.fixture(scope="session")
@@ -16,18 +13,3 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_target(folder / "target")
     write_drafter(folder / "draft")
     return folder
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["flashmap", *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            main()
-            status = 0
-        except SystemExit as error:
-            status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        return Ended(status, *capfd.readouterr())
-
-    return call

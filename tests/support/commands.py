@@ -1,8 +1,13 @@
 """How a command ended, and what the end of a failed one looks like."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
+
+from flashmap.cli.main import main
 
 
 class Ended(NamedTuple):
@@ -14,6 +19,23 @@ class Ended(NamedTuple):
 
 
 Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process."""
+
+    def call(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["flashmap", *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            main()
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return Ended(status, *capfd.readouterr())
+
+    return call
 
 
 def refs(pair: Path) -> list[object]:
