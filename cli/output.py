@@ -3,7 +3,7 @@ stdout and no more."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -19,6 +19,25 @@ def results_on_stdout() -> Iterator[None]:
         bars.disable_progress_bar()
     with redirect_stdout(sys.stderr):
         yield
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Within it, a function that is told a stage, what is done and what there is to do: a bar a
+    stage on stderr, nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    console = Console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield advance
 
 
 def print_json(document: Any) -> None:

@@ -8,10 +8,15 @@ import typer
 
 from .options import Json
 from .output import print_json, results_on_stdout
+from .release_vocab import GRIDS_EXAMPLE, VOCAB_EXAMPLE, grids, vocab
 
 release_app = typer.Typer(
     help="Build and check release folders.", no_args_is_help=True, rich_markup_mode=None
 )
+
+
+release_app.command(epilog=VOCAB_EXAMPLE)(vocab)
+release_app.command(epilog=GRIDS_EXAMPLE)(grids)
 
 
 @release_app.command(epilog="Example: flashmap release build models/smollm2-135m --out release-out")
