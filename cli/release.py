@@ -8,6 +8,7 @@ import typer
 
 from .options import Json
 from .output import print_json, results_on_stdout
+from .release_convert import CONVERT_EXAMPLE, convert
 from .release_vocab import GRIDS_EXAMPLE, VOCAB_EXAMPLE, grids, vocab
 
 release_app = typer.Typer(
@@ -17,6 +18,7 @@ release_app = typer.Typer(
 
 release_app.command(epilog=VOCAB_EXAMPLE)(vocab)
 release_app.command(epilog=GRIDS_EXAMPLE)(grids)
+release_app.command(epilog=CONVERT_EXAMPLE)(convert)
 
 
 @release_app.command(epilog="Example: flashmap release build models/smollm2-135m --out release-out")

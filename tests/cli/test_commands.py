@@ -15,6 +15,7 @@ import flashmap
 from flashmap.cli import doctor as doctor_module
 
 COMMANDS = ["", "demo", "generate", "bench", "doctor", "release", "release build", "release check"]
+COMMANDS += ["release vocab", "release grids", "release convert"]
 # Flags that scripts rely on; others come with later issues and must not half-exist.
 FLAGS = {
     "generate": "max-new-tokens temperature top-k top-p min-p num-steps num-draws seed device "
@@ -25,6 +26,9 @@ FLAGS = {
     "demo": "json max-new-tokens help",
     "release build": "out tag repo-id json help",
     "release check": "json help",
+    "release vocab": "target corpus out processes coverage json help",
+    "release grids": "vocab-size steps mode json help",
+    "release convert": "out target json help",
 }
 
 
