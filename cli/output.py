@@ -35,6 +35,25 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda part: status.update(f"{what}: {part}")
 
 
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Within it, a function that is told a stage, what is done and what there is to do: a bar a
+    stage on stderr, nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    console = Console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
 def print_json(document: Any) -> None:
     """Write ``document`` as the one JSON document of this run; numbers that JSON lacks are
     refused."""

@@ -9,14 +9,23 @@ import typer
 
 from .options import Json
 from .output import busy, print_json, results_on_stdout
+from .release_convert import CONVERT_EXAMPLE, convert
 from .release_push import kernels, push, space
+from .release_vocab import GRIDS_EXAMPLE, VOCAB_EXAMPLE, grids, vocab
 
 if TYPE_CHECKING:
     from flashmap.release.check import Finding
 
 release_app = typer.Typer(
-    help="Build, describe, check and push release folders.", no_args_is_help=True, rich_markup_mode=None
+    help="Build, describe, check and push release folders.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
+
+
+release_app.command(epilog=VOCAB_EXAMPLE)(vocab)
+release_app.command(epilog=GRIDS_EXAMPLE)(grids)
+release_app.command(epilog=CONVERT_EXAMPLE)(convert)
 
 
 @release_app.command(epilog="Example: flashmap release build models/smollm2-135m --out release-out")

@@ -2,15 +2,13 @@
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .options import Device, Json
-from .output import print_json, results_on_stdout
+from .output import print_json, progress_bars, results_on_stdout
 
 train_app = typer.Typer(
     help="Train a drafter by a recipe.", no_args_is_help=True, rich_markup_mode=None
@@ -37,7 +35,7 @@ def data(recipe: RecipeFile, set_: Set = None, device: Device = None, json: Json
         from flashmap.training.setup import prepare_target
 
         target, tokenizer = prepare_target(chosen, device)
-        with _progress() as progress:
+        with progress_bars() as progress:
             DataMaker(chosen, target, tokenizer, progress).run()
         vocab_size = num_embedding_rows(target)
         found = report_data(Path(chosen.data.folder), chosen.target, vocab_size)
@@ -90,7 +88,7 @@ def evaluate(
         chosen = _recipe(recipe, set_)
         from flashmap.training.start import start_evaluation
 
-        with _progress() as progress:
+        with progress_bars() as progress:
             found = start_evaluation(chosen, draft, device, loop=loop, progress=progress)
     if json:
         print_json(found)
@@ -112,24 +110,6 @@ def _recipe(path: Path, overrides: list[str] | None) -> Any:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar a stage on stderr, nothing where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    console = Console(stderr=True)
-    tasks: dict[str, TaskID] = {}
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield advance
 
 
 def _print_evaluation(found: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from flashmap.modeling.target_flashmap import (
 )
 from flashmap.pair import load_target, vocabulary_hash
 from flashmap.quiet import quiet
-from flashmap.schedule import jump_times
+from flashmap.schedule import jump_grids
 
 from .blocks import Target
 from .flow import Distillation, Flow
@@ -43,16 +43,12 @@ def drafter_config(
     # Evenly from the second layer to the third from the end, which predict best what comes.
     taps = [round(1 + i * (depth - 4) / (NUM_TAPS - 1)) for i in range(NUM_TAPS)]
     vocab_size = num_embedding_rows(target)
-    grids = {
-        str(steps): jump_times([i / steps for i in range(steps + 1)], vocab_size)
-        for steps in range(1, MAX_STEPS + 1)
-    }
     decided: dict[str, Any] = {
         "target_model": recipe.target,
         "target_hidden_size": inner.hidden_size,
         "vocab_size": vocab_size,
         "target_layer_ids": sorted({max(tap, 0) for tap in taps}),
-        "jump_grids": grids,
+        "jump_grids": jump_grids(vocab_size, MAX_STEPS),
         "target_vocab_hash": vocabulary_hash(tokenizer),
         "num_target_layers": depth,
     }

@@ -83,6 +83,14 @@ def load_target(
     return model, tokenizer
 
 
+def load_tokenizer(target: "str | Path") -> "tuple[PreTrainedTokenizerBase, Path]":
+    """Load the tokenizer of a target without its weights, and the folder it lies in; errors as
+    `load_pair`."""
+    folder = target_folder(str(target), weights=False)
+    _check_target_config(folder)
+    return _load_tokenizer(folder), folder
+
+
 def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """sha256 of the tokenizer's (id, token) pairs: ``target_vocab_hash`` in a drafter's config."""
     pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())

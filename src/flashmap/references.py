@@ -12,7 +12,8 @@ EMBEDDED = "smollm2-135m"
 # A name, or owner/name; what starts like a path is meant as one.
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", re.ASCII)
 # Weights in safetensors only, and no Python: nothing that a REF names is ever executed.
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+WEIGHTS = "*.safetensors"
+WANTED = [WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model"]
 UNWANTED = ["original/*", "consolidated*", "eval/*"]
 
 
@@ -22,14 +23,14 @@ def checkout_root() -> Path | None:
     return root if (root / "pyproject.toml").is_file() and (root / "modeling").is_dir() else None
 
 
-def target_folder(ref: str) -> Path:
-    """Folder of the target that ``ref`` names; fetches what is not on this disk. Raises ValueError
-    if it cannot."""
+def target_folder(ref: str, *, weights: bool = True) -> Path:
+    """Folder of the target that ``ref`` names; fetches what is not on this disk, without its
+    ``weights`` if they are not needed. Raises ValueError if it cannot."""
     if ref == EMBEDDED:
         from .embedded import embedded_target
 
         return embedded_target()
-    return _folder(ref, "target")
+    return _folder(ref, "target", weights=weights)
 
 
 def drafter_folder(ref: str) -> Path:
@@ -54,7 +55,7 @@ def drafter_folder(ref: str) -> Path:
     return folder
 
 
-def _folder(ref: str, role: str) -> Path:
+def _folder(ref: str, role: str, *, weights: bool = True) -> Path:
     try:
         path = Path(ref).expanduser()
     except RuntimeError as error:  # no home folder of that name
@@ -74,10 +75,11 @@ def _folder(ref: str, role: str) -> Path:
             f"either. Name an existing "
             f"folder, a Hub id such as owner/name or owner/name@revision, or {EMBEDDED}"
         )
-    return _download(repo_id, revision or None, role)
+    wanted = WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS]
+    return _download(repo_id, revision or None, role, wanted)
 
 
-def _download(repo_id: str, revision: str | None, role: str) -> Path:
+def _download(repo_id: str, revision: str | None, role: str, wanted: list[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     asked = f"{role} {repo_id!r}" + (f" at revision {revision!r}" if revision else "")
@@ -85,7 +87,7 @@ def _download(repo_id: str, revision: str | None, role: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                repo_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
+                repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED
             )
         )
     except errors.GatedRepoError as error:

@@ -18,6 +18,7 @@ from flashmap.cli import doctor as doctor_module
 COMMANDS = [
     "", "demo", "generate", "bench", "doctor",
     "release", "release build", "release check", "release card",
+    "release vocab", "release grids", "release convert",
 ]  # fmt: skip
 # Flags that scripts rely on; others come with later issues and must not half-exist.
 FLAGS = {
@@ -30,6 +31,9 @@ FLAGS = {
     "release build": "out tag repo-id max-shard-size json help",
     "release check": "target acceptance prompts transformers json help",
     "release card": "picture no-picture json help",
+    "release vocab": "target corpus out processes coverage json help",
+    "release grids": "vocab-size steps mode json help",
+    "release convert": "out target json help",
 }
 
 

@@ -1,0 +1,270 @@
+"""Converts a FlashMap checkpoint of another form into a source folder for `flashmap release build`.
+
+Takes checkpoints with the configuration of the speculators library, or ours, and weights in
+safetensors or torch's own files. Nothing in them is executed. What is known is translated, what is
+missing is taken from the tensors' shapes where those decide it, and what has no place is named.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flashmap.checkpoint import CONFIG, WEIGHTS, read_json
+from flashmap.modeling.configuration_flashmap import FlashMapConfig
+from flashmap.schedule import jump_grids
+from flashmap.vocabulary import FILE, write_draft_vocab
+
+from .contents import CARD
+from .errors import ReleaseError
+from .foreign import KEPT, own_fields, translate
+from .state_dict import read_state_dict
+from .weights import require_finite, require_tensors
+
+# The target's own tensors, and tables that become draft_vocab.safetensors.
+TARGETS = ("embed_tokens.weight", "lm_head.weight")
+TABLES = ("t2d", "d2t")
+ANCHOR = "fc.weight"  # by which the drafter is found among other modules
+STATED = ("target_model", "vocab_size", "block_size", "target_layer_ids")
+FEWEST_GRIDS = 4
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        folder: what was written, for `flashmap release build`.
+        files: their names.
+        target_model: the target it is recorded for.
+        derived: fields that the source did not state.
+        dropped: the target's tensors, which a drafter does not carry.
+        unplaced: fields and values of the source that have no place here, by name.
+    """
+
+    folder: Path
+    files: list[str]
+    target_model: str
+    derived: list[str]
+    dropped: list[str]
+    unplaced: list[str]
+
+
+def convert_checkpoint(source: Path, out: Path, *, target: str | None = None) -> Conversion:
+    """Convert the checkpoint `source`, a folder or a torch file beside its config.json, into the
+    folder `out`; `target` names the target where the source does not.
+
+    Raises ReleaseError for a checkpoint that is not whole, is of another model or holds what has no
+    place in the drafter, and if `out` is not empty.
+    """
+    folder = source.parent if source.is_file() else source
+    out = out.resolve()
+    _require_empty(out)
+    stated, unplaced = translate(read_json(folder / CONFIG))
+    if target is not None:
+        stated["target_model"] = target
+    found, others = read_state_dict(source)
+    tensors, outside = _own_tensors(found)
+    tables = {name: tensors.pop(name) for name in TABLES if name in tensors}
+    dropped = [name for name in TARGETS if tensors.pop(name, None) is not None]
+    fields = _sizes(tensors) | stated
+    _require_stated(fields, folder)
+    if "jump_grids" not in fields:
+        steps = max(FEWEST_GRIDS, int(fields.get("num_steps", 1)))
+        fields["jump_grids"] = jump_grids(fields["vocab_size"], steps, "compat")
+    config = FlashMapConfig(**fields)
+    _require_known(config, tensors)
+    require_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    require_finite(tensors.items())
+    members = _members(tables, fields, folder)
+    values = {name: getattr(config, name) for name in own_fields()}
+    values |= {name: fields[name] for name in KEPT if name in fields} | {"model_type": "flashmap"}
+    files = _write(out, values, tensors, members, folder)
+    derived = sorted(fields.keys() - stated.keys())
+    unplaced = sorted([*unplaced, *others, *outside])
+    return Conversion(out, files, config.target_model, derived, dropped, unplaced)
+
+
+def _require_empty(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ReleaseError(
+            "out", f"{out} with something in it", "an empty or absent folder", "name another --out"
+        )
+
+
+def _own_tensors(found: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The drafter's tensors without what wraps their names, and the names of other modules'."""
+    named = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
+    prefixes = [
+        name.removesuffix(ANCHOR) for name in named if name == ANCHOR or name.endswith("." + ANCHOR)
+    ]
+    prefix = min(prefixes, key=len, default="")
+    own = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in named.items()
+        if name.startswith(prefix) or name in (*TABLES, *TARGETS)
+    }
+    outside = [name for name in named if name.removeprefix(prefix) not in own]
+    return own, outside
+
+
+def _sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Sizes of the drafter that its tensors' shapes decide."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    sizes = {}
+    for name, tensor, axis in (
+        ("hidden_size", "x_embed.weight", 0),
+        ("target_hidden_size", "x_embed.weight", 1),
+        ("cond_dim", "time_embed.linear_1.weight", 0),
+        ("time_embed_dim", "time_embed.linear_1.weight", 1),
+        ("intermediate_size", "layers.0.mlp.fc1.weight", 0),
+    ):
+        if len(shapes.get(tensor, ())) > axis:
+            sizes[name] = shapes[tensor][axis]
+    layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    if layers:
+        sizes["num_hidden_layers"] = len(layers)
+    head = shapes.get("layers.0.self_attn.q_norm.weight", (0,))[0]
+    if head and sizes.get("hidden_size", 0) % head == 0:
+        sizes["num_attention_heads"] = sizes["hidden_size"] // head
+    return sizes
+
+
+def _require_stated(fields: dict[str, Any], folder: Path) -> None:
+    missing = [name for name in STATED if name not in fields]
+    if missing:
+        fix = "give --target" if missing == ["target_model"] else "add what is missing"
+        raise ReleaseError(
+            "config",
+            f"{folder / CONFIG} without {', '.join(missing)}",
+            "what cannot be taken from the weights",
+            f"{fix}; it is a fact of the training run",
+        )
+
+
+def _require_known(config: FlashMapConfig, tensors: dict[str, Tensor]) -> None:
+    """Name every tensor that has no place in the drafter: without it, it would be another model."""
+    from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
+
+    with torch.device("meta"):
+        known = FlashMapDraftModel(config).state_dict().keys()
+    problems = sorted(tensors.keys() - known)
+    problems += [name for name, one in tensors.items() if not one.is_floating_point()]
+    if problems:
+        raise ReleaseError(
+            "weights",
+            f"{len(problems)} tensors that this drafter has no place for: {', '.join(problems)}",
+            "a FlashMap drafter's floating-point tensors",
+            "the checkpoint is of another model, or quantised: convert the one it was made from",
+        )
+
+
+def _members(tables: dict[str, Tensor], fields: dict[str, Any], folder: Path) -> Tensor | None:
+    """Which tokens the drafter can say, bool (V); None for all of them or a ranking of its own."""
+    vocab_size = fields["vocab_size"]
+    size = fields.get("draft_vocab_size") or (_table_size(tables) if tables else vocab_size)
+    if size == vocab_size or (folder / FILE).is_file():
+        return None
+    if not tables:
+        raise ReleaseError(
+            "draft-vocab",
+            f"draft_vocab_size {size} and no table of the tokens that it means",
+            f"t2d or d2t among the weights, or {FILE} beside them",
+            f"rank them: flashmap release vocab --target {fields['target_model']} --corpus PATH"
+            f" --out {folder / FILE}",
+        )
+    chosen = _chosen(tables, vocab_size)
+    members = torch.zeros(vocab_size, dtype=torch.bool)
+    members[chosen] = True
+    if int(members.sum()) != size:
+        raise _bad_tables(f"{int(members.sum())} tokens, draft_vocab_size {size}")
+    fields["draft_vocab_size"] = size
+    return members
+
+
+def _table_size(tables: dict[str, Tensor]) -> int:
+    return len(tables["d2t"]) if "d2t" in tables else int(tables["t2d"].sum())
+
+
+def _chosen(tables: dict[str, Tensor], vocab_size: int) -> Tensor:
+    """Ids that the tables t2d (V, whether) and d2t (n, what to add to the index) name."""
+    wanted = tables["t2d"].nonzero()[:, 0] if "t2d" in tables else None
+    if "d2t" not in tables:
+        assert wanted is not None
+        return wanted
+    d2t = tables["d2t"].long()
+    chosen = d2t + torch.arange(len(d2t))
+    if wanted is not None and len(d2t) == len(wanted) and d2t.equal(wanted):
+        return wanted  # the ids themselves, as some write them
+    if wanted is not None and not chosen.equal(wanted):
+        raise _bad_tables("t2d and d2t that name different tokens")
+    if not d2t.any():
+        raise _bad_tables("d2t all zero, which means the first ids whatever they are")
+    if int(chosen.min()) < 0 or int(chosen.max()) >= vocab_size or not (chosen.diff() > 0).all():
+        raise _bad_tables("d2t whose tokens do not rise within the vocabulary")
+    return chosen
+
+
+def _bad_tables(found: str) -> ReleaseError:
+    return ReleaseError(
+        "draft-vocab",
+        found,
+        "t2d[v] whether v can be drafted, d2t[j] the offset of the j-th such id from j",
+        f"take the tables of the training run, or remove them and put a {FILE} there",
+    )
+
+
+def _write(
+    out: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    members: Tensor | None,
+    source: Path,
+) -> list[str]:
+    """Write the folder, whole or not at all; returns the names of its files."""
+    scratch = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
+        (scratch / CONFIG).write_text(text + "\n", encoding="utf-8")
+        save_file(_plain(tensors), scratch / WEIGHTS, metadata={"format": "pt"})
+        if (source / FILE).is_file():
+            shutil.copyfile(source / FILE, scratch / FILE)
+        elif members is not None:
+            about = {"target_model": config["target_model"], "counts": "1: drafted, 0: not"}
+            write_draft_vocab(scratch / FILE, members.long(), about)
+        _write_card(source, scratch / CARD, out.name, config["target_model"])
+        for path in scratch.iterdir():
+            path.chmod(0o644)  # some writers make them private
+        scratch.chmod(0o755)
+        scratch.rename(out)  # also onto an empty folder
+        return sorted(path.name for path in out.iterdir())
+    except (OSError, SafetensorError) as error:
+        raise ReleaseError(
+            "out", f"{out} not writable ({error})", "room for the folder", "nothing was written"
+        ) from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of one dtype that hold every value exactly, each with storage of its own."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    return {name: tensor.to(dtype).clone().contiguous() for name, tensor in sorted(tensors.items())}
+
+
+def _write_card(source: Path, card: Path, name: str, target: str) -> None:
+    if (source / CARD).is_file():
+        shutil.copyfile(source / CARD, card)
+        return
+    card.write_text(f"# {name}\n\nA FlashMap drafter for {target}.\n", encoding="utf-8")

@@ -1,0 +1,32 @@
+"""Files that are there whole or not at all, whatever happens to the disk or the process."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Put `content` in the place of `path`, which stays as it was if that fails.
+
+    Raises ValueError naming the path and the system's reason.
+    """
+    # One name, so that what a killed process leaves is overwritten by the next.
+    scratch = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        _remove(scratch)
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror or error}; nothing was changed"
+        ) from error
+
+
+def _remove(scratch: Path) -> None:
+    try:
+        scratch.unlink(missing_ok=True)
+    except OSError:  # the folder that could not be written to cannot be cleaned either
+        return
