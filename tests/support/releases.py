@@ -2,6 +2,9 @@
 checks that run no code find in a release."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +88,19 @@ def check_statically(folder: Path) -> list[Finding]:
 def failures(findings: list[Finding]) -> dict[str, str]:
     """What failed, with what was found."""
     return {finding.check: finding.found for finding in findings if finding.status == FAILED}
+
+
+def run_build(code: str, *arguments: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A build in a process of its own, after `code`."""
+    script = (
+        "import sys; from pathlib import Path; from flashmap.cli.main import main\n"
+        f"{code}\nsys.argv = ['flashmap', 'release', 'build', sys.argv[1], '--out', sys.argv[2]]\n"
+        "main()"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        capture_output=True,
+        text=True,
+    )
