@@ -26,9 +26,12 @@ from .arguments_flashmap import (
     padding_token,
     stop_tokens,
 )
+from .drafting_flashmap import Drafting, make_drafting
 from .fused_flashmap import draw_seeds
 from .loop_flashmap import Commit, Drafter, DraftLoop
+from .past_flashmap import FlashMapPast
 from .sampling_flashmap import Sampling, make_sampling
+from .tree_loop_flashmap import TreeLoop
 
 
 @dataclass
@@ -93,8 +96,8 @@ class _Request:
     seeds: list[int]
     stops: set[int]
     criteria: Sequence[Any]
-    num_steps: int | None
-    num_draws: int
+    drafting: Drafting
+    past: FlashMapPast | None
     max_new_tokens: int
 
 
@@ -113,22 +116,26 @@ def _request(
     top_p: float | None,
     min_p: float | None,
     num_draws: int,
+    num_candidates: int | str,
+    adaptive: bool | tuple[float, float],
+    past: FlashMapPast | None,
     logits_processor: LogitsProcessorList | None,
     stopping_criteria: StoppingCriteriaList | None,
 ) -> _Request:
     prompts = check_prompts(target, input_ids, attention_mask)
-    check_numbers(max_new_tokens, temperature, num_draws)
+    check_numbers(max_new_tokens, temperature)
     check_length(target, max(map(len, prompts)), max_new_tokens)
     drafter.check_target(target)
-    drafter.config.grid(num_steps or None)
+    if past is not None:
+        past.check(drafter, target, len(prompts))
     return _Request(
         prompts,
         make_sampling(float(temperature), top_k, top_p, min_p, logits_processor),
         draw_seeds(len(prompts), seed, generator),
         stop_tokens(target, stop_token_ids),
         list(stopping_criteria or ()),
-        num_steps,
-        num_draws,
+        make_drafting(drafter, target, temperature, num_steps, num_draws, num_candidates, adaptive),
+        past,
         max_new_tokens,
     )
 
@@ -150,6 +157,9 @@ def spec_generate(
     top_p: float | None = None,
     min_p: float | None = None,
     num_draws: int = 1,
+    num_candidates: int | str = 1,
+    adaptive: bool | tuple[float, float] = False,
+    past: FlashMapPast | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: Streamer | None = None,
@@ -177,6 +187,14 @@ def spec_generate(
         min_p: sample from tokens that are at least this share as likely as the likeliest.
         num_draws: noise draws a block; their mixture is the proposal, as exact as one draw, and at
             temperature 0 the path that they support best.
+        num_candidates: blocks' worth of drafts that a pass verifies as a tree, at temperature 0;
+            "auto": as many nodes as are worth their cost.
+        adaptive: verify fewer drafts, or decode plainly, where the drafter is seldom right, so that
+            a run is hardly ever slower than plain decoding; two numbers give the costs to go by, in
+            passes of the target over one token: of a draft, and of one more token in a pass.
+            Rounds without a draft count in `acceptance_lengths` like any other pass.
+        past: caches of an earlier call, from `new_past`; what the prompt shares with its text is
+            not run again, and it holds the whole text afterwards.
         logits_processor: transformers' processors; they act on the target's logits, and on the
             drafts', before the temperature, each with the tokens that stand before.
         stopping_criteria: transformers' criteria, asked after every token with the whole sequence.
@@ -189,8 +207,8 @@ def spec_generate(
     try:
         request = _request(
             drafter, target, input_ids, max_new_tokens, temperature, num_steps, stop_token_ids,
-            generator, seed, attention_mask, top_k, top_p, min_p, num_draws, logits_processor,
-            stopping_criteria,
+            generator, seed, attention_mask, top_k, top_p, min_p, num_draws, num_candidates,
+            adaptive, past, logits_processor, stopping_criteria,
         )  # fmt: skip
         if streamer is not None:
             if len(request.prompts) > 1:
@@ -230,6 +248,9 @@ def stream_generate(
     top_p: float | None = None,
     min_p: float | None = None,
     num_draws: int = 1,
+    num_candidates: int | str = 1,
+    adaptive: bool | tuple[float, float] = False,
+    past: FlashMapPast | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
 ) -> Iterator[Round]:
@@ -243,8 +264,8 @@ def stream_generate(
     """
     request = _request(
         drafter, target, input_ids, max_new_tokens, temperature, num_steps, stop_token_ids,
-        generator, seed, attention_mask, top_k, top_p, min_p, num_draws, logits_processor,
-        stopping_criteria,
+        generator, seed, attention_mask, top_k, top_p, min_p, num_draws, num_candidates,
+        adaptive, past, logits_processor, stopping_criteria,
     )  # fmt: skip
     if len(request.prompts) > 1:
         raise ValueError(
@@ -278,9 +299,10 @@ def _rounds(
     tokens it would have been but for `max_new_tokens`."""
     counts = [0] * len(request.prompts)
     with drafter.target_features(target) as tap:
-        loop = DraftLoop(
+        make_loop = TreeLoop if request.drafting.num_nodes else DraftLoop
+        loop = make_loop(
             drafter, target, tap, request.prompts, request.sampling, request.seeds,
-            request.num_steps, request.num_draws, request.max_new_tokens,
+            request.drafting, request.max_new_tokens, request.past,
         )  # fmt: skip
         commits, running = loop.start(), list(range(len(counts)))
         while True:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .configuration_flashmap import FlashMapConfig
+from .drafting_flashmap import Drafting
+from .pace_flashmap import Costs, Pace
+from .past_flashmap import FlashMapPast
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler, Sampling, require_numbers
 from .target_flashmap import FeatureTap, common_limit
@@ -54,6 +57,8 @@ class Drafter(Protocol):
         num_draws: int = 1,
     ) -> Tensor: ...
 
+    def heeds_noise(self, num_steps: int | None = None) -> bool: ...
+
 
 class Commit(NamedTuple):
     """What a round commits for one sequence.
@@ -78,10 +83,12 @@ class DraftLoop:
         prompts: token ids (P) of each sequence.
         sampling: how tokens are chosen.
         seeds: one a sequence.
-        num_steps: jumps a draft; None takes the drafter's configuration.
-        num_draws: noise draws a block, whose mixture is the proposal.
+        drafting: how rounds are drafted.
         max_new_tokens: how far it may go, to make room.
+        past: caches to go on with, of one sequence.
     """
+
+    runner_class: type[TargetRunner] = TargetRunner
 
     def __init__(
         self,
@@ -91,17 +98,17 @@ class DraftLoop:
         prompts: Sequence[Tensor],
         sampling: Sampling,
         seeds: Sequence[int],
-        num_steps: int | None,
-        num_draws: int,
+        drafting: Drafting,
         max_new_tokens: int,
+        past: FlashMapPast | None = None,
     ) -> None:
-        self._drafter, self._sampling, self._num_steps = drafter, sampling, num_steps
-        self._num_draws = num_draws
+        self._drafter, self._target, self._sampling = drafter, target, sampling
+        self._drafting, self._prompts = drafting, prompts
         self._embed_tokens = target.get_input_embeddings()
         self._lm_head = target.get_output_embeddings()
-        self._prompts = prompts
         self._limit = common_limit(target, list(map(len, prompts)))
-        self._runner = TargetRunner.checked(target, tap)
+        self._runner = self.runner_class.checked(target, tap)
+        self._past = FlashMapPast() if past is None else past
         room = max(map(len, prompts)) + min(max_new_tokens, _FIRST_CAPACITY)
         self._cache = drafter.new_cache(len(prompts), room + drafter.config.block_size + 1)
         self._rows = list(range(len(prompts)))
@@ -109,38 +116,48 @@ class DraftLoop:
             Sampler(sampling, seed, prompt.tolist())
             for seed, prompt in zip(seeds, prompts, strict=True)
         ]
+        self._paces: list[Pace] | None = None
+        if drafting.costs is not None:
+            self._paces = [Pace(self._round_costs(drafting.costs)) for _ in prompts]
 
     def start(self) -> list[Commit]:
         """Run the prompts; commits the token after each, which costs no verification pass."""
-        logits, features = self._runner.prefill(self._prompts)
+        kept = self._past.common(self._samplers[0].text, self._target, self._limit)
+        num_held, self._past.text = self._past.length, []
+        if kept:
+            cache, self._cache = self._past.caches()
+            self._cache.length = kept
+            logits, features = self._runner.resume(cache, num_held, kept, self._prompts[0])
+        else:
+            logits, features = self._runner.prefill(self._prompts)
         require_numbers(logits, self._sampling)
         firsts = [sampler.first(row) for sampler, row in zip(self._samplers, logits, strict=True)]
-        self._drafter.extend_context(self._cache, features, [len(ids) for ids in self._prompts])
+        self._cache.reserve(self._cache.length + features.shape[1])
+        self._drafter.extend_context(
+            self._cache, features, [len(ids) - kept for ids in self._prompts]
+        )
+        caches = self._runner.cache, self._cache
+        self._past.hold(self._drafter, self._target, caches, self._limit)
         return self._commit([[] for _ in firsts], firsts)
 
     def step(self) -> list[Commit]:
         """One round: one draft and one pass of the target for all sequences that go on."""
-        block_size, cache = self._drafter.config.block_size, self._cache
-        cache.reserve(cache.length + block_size + 1)
-        anchors = [sampler.text[-1] for sampler in self._samplers]
-        block = self._drafter.draft(
-            torch.tensor(anchors, device=self._drafter.device),
-            cache,
-            self._embed_tokens,
-            self._lm_head,
-            self._num_steps,
-            seed=[sampler.seed for sampler in self._samplers],
-            num_draws=self._num_draws,
-        )
-        drafts, proposals = self._propose(block)
-        passed = [[anchor, *draft] for anchor, draft in zip(anchors, drafts, strict=True)]
+        return self._round(self._depths())
+
+    def _round(self, depths: list[int]) -> list[Commit]:
+        """A round that verifies blocks, of every sequence as far as its depth."""
+        self._past.text = []
+        drafts, proposals = self._propose(max(depths))
+        passed = [
+            [sampler.text[-1], *draft]
+            for sampler, draft in zip(self._samplers, drafts, strict=True)
+        ]
         logits, features = self._runner.verify(torch.tensor(passed), self._limit)
         require_numbers(logits, self._sampling)
-        rooms = [self._room(position) for position in cache.lengths]
-        drafts = [draft[:room] for draft, room in zip(drafts, rooms, strict=True)]
+        drafts = [draft[:depth] for draft, depth in zip(drafts, depths, strict=True)]
         judged = self._judge(drafts, proposals, logits)
         counts = [accepted + 1 for accepted, _ in judged]
-        self._drafter.extend_context(cache, features[:, : max(counts)], counts)
+        self._drafter.extend_context(self._cache, features[:, : max(counts)], counts)
         self._runner.keep(counts)
         accepted = [draft[:count] for draft, (count, _) in zip(drafts, judged, strict=True)]
         return self._commit(accepted, [bonus for _, bonus in judged])
@@ -156,29 +173,61 @@ class DraftLoop:
             return
         self._rows = [self._rows[place] for place in places]
         self._samplers = [self._samplers[place] for place in places]
+        if self._paces is not None:
+            self._paces = [self._paces[place] for place in places]
         self._runner.select(places)
         self._cache.keep(places)
 
+    def _round_costs(self, costs: Costs) -> dict[int, float]:
+        """What a round costs by how many drafts deep it verifies."""
+        return {depth: costs.round(depth) for depth in range(self._drafter.config.block_size + 1)}
+
+    def _depths(self) -> list[int]:
+        """How many drafts deep each sequence is verified: a whole block, or what is worth it, as
+        far as the target has positions."""
+        rooms = [self._drafter.config.block_size] * len(self._rows)
+        if self._paces is not None:
+            rooms = [pace.choose() for pace in self._paces]
+        if self._limit is None:
+            return rooms
+        return [
+            min(room, self._limit - position - 1)
+            for room, position in zip(rooms, self._cache.lengths, strict=True)
+        ]
+
     def _commit(self, accepted: list[list[int]], bonuses: list[int]) -> list[Commit]:
         commits = []
+        for pace, drafts in zip(self._paces or (), accepted, strict=bool(self._paces)):
+            pace.note(len(drafts))
         for row, sampler, drafts, bonus in zip(
             self._rows, self._samplers, accepted, bonuses, strict=True
         ):
             sampler.text += [*drafts, bonus]
             commits.append(Commit(row, [*drafts, bonus], len(drafts)))
+        self._past.text = self._samplers[0].text[:-1]
         return commits
 
-    def _room(self, position: int) -> int:
-        """Drafts after an anchor that the target has positions for."""
-        block_size = self._drafter.config.block_size
-        return block_size if self._limit is None else min(block_size, self._limit - position - 1)
+    def _draft(self) -> Tensor:
+        """Logits (B, K, V) of a block after every anchor, or (B, M, K, V) of M draws."""
+        cache = self._cache
+        cache.reserve(cache.length + self._drafter.config.block_size + 1)
+        return self._drafter.draft(
+            torch.tensor([one.text[-1] for one in self._samplers], device=self._drafter.device),
+            cache,
+            self._embed_tokens,
+            self._lm_head,
+            self._drafting.num_steps,
+            seed=[sampler.seed for sampler in self._samplers],
+            num_draws=self._drafting.num_draws,
+        )
 
-    def _propose(self, block: Tensor) -> tuple[list[list[int]], Tensor]:
-        """Drafts of every sequence, and what they are drawn from, for logits (B, K, V), or (B, M,
-        K, V) of M draws."""
-        size = min(block.shape[-2], max(self._room(position) for position in self._cache.lengths))
-        block = block[..., :size, :]
-        if self._sampling.is_plain_greedy and self._num_draws == 1:
+    def _propose(self, size: int) -> tuple[list[list[int]], Tensor]:
+        """Drafts of `size` slots for every sequence, and what they are drawn from."""
+        if size == 0:
+            self._cache.reserve(self._cache.length + 1)
+            return [[] for _ in self._rows], torch.empty(len(self._rows), 0)
+        block = self._draft()[..., :size, :]
+        if self._sampling.is_plain_greedy and self._drafting.num_draws == 1:
             best: list[list[int]] = block.argmax(dim=-1).tolist()
             return best, block
         found = [

@@ -169,9 +169,18 @@ class Sampler:
         end = len(drafts)
         return end, self._draw(p_of(end), position + end + 1, Stream.BONUS)
 
+    def best_after(self, logits: Tensor, row: int, drafts: Sequence[int]) -> int:
+        """The likeliest token after these drafts, whose logits are this row of (m, V)."""
+        return int(self._processed(logits[row : row + 1], drafts)[0].argmax())
+
+    def chances(self, logits_MKV: Tensor) -> Tensor:
+        """Distributions of the slots in every draw; processors see the text before the block."""
+        rows = logits_MKV.flatten(0, 1)
+        return self._probabilities(self._processed(rows, [])).view_as(logits_MKV)
+
     def _judge_greedily(self, drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
-        for slot, row in enumerate(logits[: len(drafts) + 1]):
-            best = int(self._processed(row[None], drafts[:slot])[0].argmax())
+        for slot in range(len(drafts) + 1):
+            best = self.best_after(logits, slot, drafts[:slot])
             if slot == len(drafts) or best != drafts[slot]:
                 return slot, best
         raise AssertionError("logits are one more than drafts")

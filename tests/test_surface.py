@@ -36,11 +36,11 @@ CONFIG_FIELDS = [
 ]  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
-    "generator * seed attention_mask top_k top_p min_p num_draws logits_processor "
-    "stopping_criteria streamer",
+    "generator * seed attention_mask top_k top_p min_p num_draws num_candidates "
+    "adaptive past logits_processor stopping_criteria streamer",
     "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
-    "generator * seed attention_mask top_k top_p min_p num_draws logits_processor "
-    "stopping_criteria",
+    "generator * seed attention_mask top_k top_p min_p num_draws num_candidates "
+    "adaptive past logits_processor stopping_criteria",
     "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
     "extend_context": "cache target_hidden counts",
     "target_constants": "embedding",
@@ -50,6 +50,8 @@ SIGNATURES = {
     "select_target_hidden": "hidden_states",
     "target_features": "target",
     "check_target": "target",
+    "heeds_noise": "num_steps",
+    "new_past": "",
 }
 
 
