@@ -31,7 +31,7 @@ from .fused_flashmap import draw_seeds
 from .loop_flashmap import Commit, Drafter, DraftLoop
 from .past_flashmap import FlashMapPast
 from .sampling_flashmap import Sampling, make_sampling
-from .tree_loop_flashmap import TreeLoop
+from .treeloop_flashmap import TreeLoop
 
 
 @dataclass

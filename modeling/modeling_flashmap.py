@@ -48,8 +48,8 @@ from .target_flashmap import (
     select_hidden,
 )
 from .tree_flashmap import DraftTree
-from .tree_loop_flashmap import TreeLoop
-from .tree_runner_flashmap import TreeRunner
+from .treeloop_flashmap import TreeLoop
+from .treerunner_flashmap import TreeRunner
 
 Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from flashmap.modeling import drafting_flashmap, runner_flashmap
 from flashmap.modeling.target_flashmap import FeatureTap
-from flashmap.modeling.tree_runner_flashmap import TreeRunner
+from flashmap.modeling.treerunner_flashmap import TreeRunner
 
 TARGETS: dict[str, Any] = {
     "llama": toys.llama,

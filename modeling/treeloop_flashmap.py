@@ -13,7 +13,7 @@ from .loop_flashmap import Commit, DraftLoop
 from .pace_flashmap import Costs
 from .sampling_flashmap import Sampler, require_numbers
 from .tree_flashmap import DraftTree, likeliest_slots, likeliest_tree
-from .tree_runner_flashmap import TreeRunner
+from .treerunner_flashmap import TreeRunner
 
 
 class TreeLoop(DraftLoop):
