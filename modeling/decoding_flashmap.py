@@ -115,7 +115,7 @@ def _request(
     top_k: int | None,
     top_p: float | None,
     min_p: float | None,
-    num_draws: int,
+    num_draws: int | str,
     num_candidates: int | str,
     adaptive: bool | tuple[float, float],
     past: FlashMapPast | None,
@@ -156,7 +156,7 @@ def spec_generate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    num_draws: int = 1,
+    num_draws: int | str = 1,
     num_candidates: int | str = 1,
     adaptive: bool | tuple[float, float] = False,
     past: FlashMapPast | None = None,
@@ -186,7 +186,7 @@ def spec_generate(
         top_p: sample from the likeliest tokens that have this probability together.
         min_p: sample from tokens that are at least this share as likely as the likeliest.
         num_draws: noise draws a block; their mixture is the proposal, as exact as one draw, and at
-            temperature 0 the path that they support best.
+            temperature 0 the path that they support best; "auto": several while they pay.
         num_candidates: blocks' worth of drafts that a pass verifies as a tree, at temperature 0;
             "auto": as many nodes as are worth their cost.
         adaptive: verify fewer drafts, or decode plainly, where the drafter is seldom right, so that
@@ -247,7 +247,7 @@ def stream_generate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    num_draws: int = 1,
+    num_draws: int | str = 1,
     num_candidates: int | str = 1,
     adaptive: bool | tuple[float, float] = False,
     past: FlashMapPast | None = None,

@@ -3,7 +3,7 @@
 Legend: M noise draws, N candidates, K slots of a block, W nodes of a tree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +22,7 @@ class Drafting:
     Attributes:
         num_steps: jumps a draft; None takes the drafter's configuration.
         num_draws: noise draws a block, whose mixture is the proposal.
+        choice: costs by which each round makes one draw or `MOST_DRAWS`; None: always `num_draws`.
         num_nodes: most drafts of a tree; 0 verifies a single block.
         worth: costs of a round and of one more node, where a tree ends that would not pay for it.
         costs: what adaptive drafting goes by; None: every round verifies whole blocks.
@@ -29,6 +30,7 @@ class Drafting:
 
     num_steps: int | None = None
     num_draws: int = 1
+    choice: Costs | None = None
     num_nodes: int = 0
     worth: tuple[float, float] | None = None
     costs: Costs | None = None
@@ -55,32 +57,36 @@ def make_drafting(
     _check_numbers(num_draws, num_candidates, temperature)
     num_jumps = len(drafter.config.grid(num_steps or None)) - 1
     costs = _costs(drafter, target, num_jumps, adaptive)
+    auto = "auto" in (num_draws, num_candidates)
+    known = default_costs(drafter, target, num_jumps) if auto and costs is None else costs
+    heeds = (auto or num_candidates != 1) and drafter.heeds_noise(num_steps)
+    plan = Drafting(num_steps, 1 if num_draws == "auto" else num_draws, costs=costs)
+    if num_draws == "auto" and heeds:
+        plan = replace(plan, choice=known)
     if num_candidates == "auto":
         if temperature > 0.0 or num_draws != 1:
-            return Drafting(num_steps, num_draws, costs=costs)
+            return plan
         obstacle = tree_obstacle(target)
         if obstacle is not None:
             warn_once(f'num_candidates="auto" verifies blocks: {type(target).__name__} {obstacle}.')
-            return Drafting(num_steps, costs=costs)
-        known = costs or default_costs(drafter, target, num_jumps)
-        worth = 1.0 + known.draft, known.token
-        return Drafting(num_steps, 1, MOST_NODES, worth, costs)
+            return plan
+        assert known is not None
+        return replace(plan, num_nodes=MOST_NODES, worth=(1.0 + known.draft, known.token))
     if num_candidates == 1:
-        return Drafting(num_steps, num_draws, costs=costs)
-    num_draws = num_candidates if drafter.heeds_noise(num_steps) else 1
+        return plan
     num_nodes = min(num_candidates * drafter.config.block_size, MOST_NODES)
-    return Drafting(num_steps, num_draws, num_nodes, costs=costs)
+    return replace(plan, num_draws=num_candidates if heeds else 1, num_nodes=num_nodes)
 
 
 def _check_numbers(num_draws: Any, num_candidates: Any, temperature: float) -> None:
     numbers = {"num_draws": num_draws, "num_candidates": num_candidates}
     for name, value in numbers.items():
         number = isinstance(value, Integral) and not isinstance(value, bool)
-        if not (number and value >= 1) and (name, value) != ("num_candidates", "auto"):
-            raise ValueError(f"{name}={value!r} is not valid: ask for at least 1.")
+        if not (number and value >= 1) and value != "auto":
+            raise ValueError(f'{name}={value!r} is not valid: ask for at least 1, or "auto".')
     if num_candidates in (1, "auto"):
         return
-    if num_draws > 1:
+    if num_draws != 1:
         raise ValueError(
             f"num_draws={num_draws} and num_candidates={num_candidates} are both given: num_draws"
             " mixes noise draws into one block, num_candidates makes a tree of them. Pass one."

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .configuration_flashmap import FlashMapConfig
 from .drafting_flashmap import Drafting
+from .draws_flashmap import DrawChoice
 from .pace_flashmap import Costs, Pace
 from .past_flashmap import FlashMapPast
 from .runner_flashmap import TargetRunner
@@ -74,6 +75,15 @@ class Commit(NamedTuple):
     accepted: int
 
 
+class _Proposal(NamedTuple):
+    """Drafts of every sequence, what each is drawn from, and the first slot's logits (M, V) where
+    several draws are mixed."""
+
+    drafts: list[list[int]]
+    proposals: list[Tensor]
+    firsts: list[Tensor | None]
+
+
 class DraftLoop:
     """Decodes a batch of prompts; use it inside the tap's context.
 
@@ -120,6 +130,11 @@ class DraftLoop:
         if drafting.costs is not None:
             self._paces = [Pace(self._round_costs(drafting.costs)) for _ in prompts]
 
+        self._choices: list[DrawChoice] | None = None
+        if drafting.choice is not None:
+            block_size = drafter.config.block_size
+            self._choices = [DrawChoice(drafting.choice, block_size) for _ in prompts]
+
     def start(self) -> list[Commit]:
         """Run the prompts; commits the token after each, which costs no verification pass."""
         kept = self._past.common(self._samplers[0].text, self._target, self._limit)
@@ -147,13 +162,14 @@ class DraftLoop:
     def _round(self, depths: list[int]) -> list[Commit]:
         """A round that verifies blocks, of every sequence as far as its depth."""
         self._past.text = []
-        drafts, proposals = self._propose(max(depths))
+        drafts, proposals, firsts = self._propose(depths)
         passed = [
             [sampler.text[-1], *draft]
             for sampler, draft in zip(self._samplers, drafts, strict=True)
         ]
         logits, features = self._runner.verify(torch.tensor(passed), self._limit)
         require_numbers(logits, self._sampling)
+        self._note_draws(firsts, logits)
         drafts = [draft[:depth] for draft, depth in zip(drafts, depths, strict=True)]
         judged = self._judge(drafts, proposals, logits)
         counts = [accepted + 1 for accepted, _ in judged]
@@ -175,6 +191,8 @@ class DraftLoop:
         self._samplers = [self._samplers[place] for place in places]
         if self._paces is not None:
             self._paces = [self._paces[place] for place in places]
+        if self._choices is not None:
+            self._choices = [self._choices[place] for place in places]
         self._runner.select(places)
         self._cache.keep(places)
 
@@ -207,7 +225,7 @@ class DraftLoop:
         self._past.text = self._samplers[0].text[:-1]
         return commits
 
-    def _draft(self) -> Tensor:
+    def _draft(self, num_draws: int) -> Tensor:
         """Logits (B, K, V) of a block after every anchor, or (B, M, K, V) of M draws."""
         cache = self._cache
         cache.reserve(cache.length + self._drafter.config.block_size + 1)
@@ -218,28 +236,47 @@ class DraftLoop:
             self._lm_head,
             self._drafting.num_steps,
             seed=[sampler.seed for sampler in self._samplers],
-            num_draws=self._drafting.num_draws,
+            num_draws=num_draws,
         )
 
-    def _propose(self, size: int) -> tuple[list[list[int]], Tensor]:
-        """Drafts of `size` slots for every sequence, and what they are drawn from."""
+    def _propose(self, depths: list[int]) -> _Proposal:
+        """Drafts of every sequence, as many as the longest takes."""
+        size = max(depths)
         if size == 0:
             self._cache.reserve(self._cache.length + 1)
-            return [[] for _ in self._rows], torch.empty(len(self._rows), 0)
-        block = self._draft()[..., :size, :]
-        if self._sampling.is_plain_greedy and self._drafting.num_draws == 1:
-            best: list[list[int]] = block.argmax(dim=-1).tolist()
-            return best, block
+            nothing: list[list[int]] = [[] for _ in depths]
+            return _Proposal(nothing, [torch.empty(0)] * len(depths), [None] * len(depths))
+        num_draws = [self._drafting.num_draws] * len(depths)
+        if self._choices is not None:
+            num_draws = [
+                choice.choose() if depth else 1
+                for choice, depth in zip(self._choices, depths, strict=True)
+            ]
+        block = self._draft(max(num_draws))[..., :size, :]
+        if self._sampling.is_plain_greedy and max(num_draws) == 1:
+            return _Proposal(block.argmax(dim=-1).tolist(), list(block), [None] * len(depths))
+        rows = list(block)
+        if max(num_draws) > 1:
+            rows = [row if own > 1 else row[0] for row, own in zip(rows, num_draws, strict=True)]
         found = [
             sampler.propose(row, position)
             for sampler, row, position in zip(
-                self._samplers, block, self._cache.lengths, strict=True
+                self._samplers, rows, self._cache.lengths, strict=True
             )
         ]
-        return [drafts for drafts, _ in found], torch.stack([q for _, q in found])
+        firsts = [row[:, 0] if row.dim() == 3 else None for row in rows]
+        return _Proposal([drafts for drafts, _ in found], [q for _, q in found], firsts)
+
+    def _note_draws(self, firsts: list[Tensor | None], logits: Tensor) -> None:
+        """Tell the choices what several draws would have been worth one by one."""
+        for choice, sampler, first, row in zip(
+            self._choices or (), self._samplers, firsts, logits, strict=bool(self._choices)
+        ):
+            if first is not None:
+                choice.note(*sampler.agreement(first, row[:1]))
 
     def _judge(
-        self, drafts: list[list[int]], proposals: Tensor, logits: Tensor
+        self, drafts: list[list[int]], proposals: list[Tensor], logits: Tensor
     ) -> list[tuple[int, int]]:
         """Accepted drafts and bonus token of every sequence."""
         if self._sampling.is_plain_greedy:

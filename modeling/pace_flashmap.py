@@ -46,6 +46,11 @@ class Costs(NamedTuple):
         return 1.0 + (self.draft + min(num_drafts * self.token, 1.0) if num_drafts else 0.0)
 
 
+def mean_tokens(chance: float, num_drafts: int) -> float:
+    """Tokens that a pass over so many drafts commits if each is accepted with this chance."""
+    return sum(chance**slot for slot in range(num_drafts + 1))
+
+
 def default_costs(drafter: nn.Module, target: PreTrainedModel, num_steps: int) -> Costs:
     """Costs where nobody has measured them: a pass over few tokens takes the time of reading the
     weights, so a draft costs the share of what it reads, the target's vocabulary head included.
@@ -83,10 +88,7 @@ class Pace:
     def choose(self) -> int:
         """How many drafts deep the next round should verify."""
         chance = self._accepted / (self._accepted + self._rejected)
-        rates = {
-            depth: sum(chance**slot for slot in range(depth + 1)) / cost
-            for depth, cost in self.costs.items()
-        }
+        rates = {depth: mean_tokens(chance, depth) / cost for depth, cost in self.costs.items()}
         best = max(rates, key=lambda depth: rates[depth])
         if best == 0 and self._debt <= 0.0:
             del rates[0]

@@ -178,6 +178,19 @@ class Sampler:
         rows = logits_MKV.flatten(0, 1)
         return self._probabilities(self._processed(rows, [])).view_as(logits_MKV)
 
+    def agreement(self, logits_MV: Tensor, logits: Tensor) -> tuple[float, float]:
+        """Chances that the target, whose logits after the anchor are (1, V), accepts the first
+        draft: of one draw, on average over M, and of the draws' mixture."""
+        q_MV = self._probabilities(self._processed(logits_MV, []))
+        p = self._probabilities(self._processed(logits, []))[0].to(q_MV.device)
+        if self.sampling.temperature == 0.0:
+            token = p.argmax()
+            alone, mixed = q_MV.argmax(dim=-1) == token, q_MV.mean(dim=0).argmax() == token
+            return float(alone.float().mean()), float(mixed)
+        p = p[: q_MV.shape[-1]]
+        alone, mixed = torch.minimum(q_MV, p), torch.minimum(q_MV.mean(dim=0), p)
+        return float(alone.sum(dim=-1).mean()), float(mixed.sum())
+
     def _judge_greedily(self, drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
         for slot in range(len(drafts) + 1):
             best = self.best_after(logits, slot, drafts[:slot])

@@ -28,7 +28,7 @@ class TreeLoop(DraftLoop):
         if not any(depths):
             return self._round(depths)
         self._past.text = []
-        samplers, block = self._samplers, self._draft()
+        samplers, block = self._samplers, self._draft(self._drafting.num_draws)
         trees = [
             self._tree(sampler, logits, depth)
             for sampler, logits, depth in zip(samplers, block, depths, strict=True)
