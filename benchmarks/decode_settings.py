@@ -1,6 +1,6 @@
 """What every setting of `spec_generate` gives on a CPU, against plain `generate` with the same one.
 
-    python benchmarks/decode_settings.py [--dtype bfloat16] [--prompts 24] [--tokens 96]
+    python benchmarks/decode_settings.py [--dtype bfloat16] [--prompts 12] [--tokens 64]
         [--out benchmarks/results/decode_settings.csv]
 
 A row a setting, over prompts of the evaluation set, every domain in turn: tokens a second of both,
@@ -105,6 +105,18 @@ class Found:
     lengths: list[list[int]] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
 
+    def note(
+        self, out: Any, seconds: float, prompt_length: int, plain: torch.Tensor,
+        plain_seconds: float, same_as: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Note a prompt's result, that of `generate`, and the text that it has to be."""
+        self.tokens.append(out.num_new_tokens)
+        self.seconds.append(seconds)
+        self.plain_tokens.append(plain.shape[1] - prompt_length)
+        self.plain_seconds.append(plain_seconds)
+        self.lengths.append(out.acceptance_lengths)
+        self.same.append(out.sequences.equal(same_as))
+
     @property
     def rate(self) -> float:
         """Tokens a second."""
@@ -161,17 +173,18 @@ class Pair:
         )  # fmt: skip
         return out, time.perf_counter() - began
 
-    def measure(self, setting: Setting, ids: torch.Tensor, tokens: int, found: Found) -> None:
-        """Decode a prompt both ways and note what came out."""
-        out, seconds = self.decode(setting, ids, tokens)
-        plain, plain_seconds = self.decode_plainly(setting, ids, tokens)
-        again = self.decode(setting, ids, tokens)[0].sequences if setting.samples else plain
-        found.tokens.append(out.num_new_tokens)
-        found.seconds.append(seconds)
-        found.plain_tokens.append(plain.shape[1] - ids.shape[1])
-        found.plain_seconds.append(plain_seconds)
-        found.lengths.append(out.acceptance_lengths)
-        found.same.append(out.sequences.equal(again))
+    def measure(self, ids: torch.Tensor, tokens: int, found: dict[str, Found]) -> None:
+        """Decode a prompt with every setting, both ways, and note what came out."""
+        plain: dict[str, tuple[torch.Tensor, float]] = {}
+        for setting in SETTINGS:
+            key = f"{setting.samples} {setting.processors}"
+            if key not in plain:
+                plain[key] = self.decode_plainly(setting, ids, tokens)
+            out, seconds = self.decode(setting, ids, tokens)
+            again = plain[key][0]
+            if setting.samples:
+                again = self.decode(setting, ids, tokens)[0].sequences
+            found[setting.name].note(out, seconds, ids.shape[1], *plain[key], again)
 
 
 def measure_batches(pair: Pair, prompts: list[torch.Tensor], tokens: int) -> dict[str, Any]:
@@ -216,8 +229,7 @@ def measure(dtype: str, num_prompts: int, tokens: int) -> list[dict[str, Any]]:
     for setting in SETTINGS:  # constants and trials of the first call
         pair.decode(setting, prompts[0], 4)
     for number, ids in enumerate(prompts, 1):
-        for setting in SETTINGS:
-            pair.measure(setting, ids, tokens, found[setting.name])
+        pair.measure(ids, tokens, found)
         print(f"{dtype}: {number} of {len(prompts)} prompts", flush=True)
     rows = [row_of(name, one, found["greedy"]) for name, one in found.items()]
     rows.append(measure_batches(pair, prompts, tokens))
@@ -265,8 +277,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", action="append", choices=["bfloat16", "float32"])
-    parser.add_argument("--prompts", type=int, default=24, help="how many, 8 at least")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens a text at most")
+    parser.add_argument("--prompts", type=int, default=12, help="how many, 8 at least")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens a text at most")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     args = parser.parse_args()
     dtypes = args.dtype or ["bfloat16", "float32"]

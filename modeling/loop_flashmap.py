@@ -25,6 +25,7 @@ from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler, Sampling, require_numbers
 from .target_flashmap import FeatureTap, common_limit
 
+_MOST_PENDING = 64
 _FIRST_CAPACITY = 512  # new tokens the drafter's context has room for before it grows
 
 
@@ -129,11 +130,13 @@ class DraftLoop:
         self._paces: list[Pace] | None = None
         if drafting.costs is not None:
             self._paces = [Pace(self._round_costs(drafting.costs)) for _ in prompts]
-
         self._choices: list[DrawChoice] | None = None
         if drafting.choice is not None:
             block_size = drafter.config.block_size
             self._choices = [DrawChoice(drafting.choice, block_size) for _ in prompts]
+        # Features (B, 1, n H) of rounds without a draft, which no draft has needed yet.
+        self._pending: list[Tensor] = []
+        self._most_pending = _MOST_PENDING if past is None else 0
 
     def start(self) -> list[Commit]:
         """Run the prompts; commits the token after each, which costs no verification pass."""
@@ -173,7 +176,12 @@ class DraftLoop:
         drafts = [draft[:depth] for draft, depth in zip(drafts, depths, strict=True)]
         judged = self._judge(drafts, proposals, logits)
         counts = [accepted + 1 for accepted, _ in judged]
-        self._drafter.extend_context(self._cache, features[:, : max(counts)], counts)
+        if any(depths):
+            self._drafter.extend_context(self._cache, features[:, : max(counts)], counts)
+        else:
+            self._pending.append(features)
+            if len(self._pending) > self._most_pending:
+                self._settle()
         self._runner.keep(counts)
         accepted = [draft[:count] for draft, (count, _) in zip(drafts, judged, strict=True)]
         return self._commit(accepted, [bonus for _, bonus in judged])
@@ -187,6 +195,7 @@ class DraftLoop:
         places = [place for place, row in enumerate(self._rows) if row in rows]
         if len(places) == len(self._rows) or not places:
             return
+        self._settle()
         self._rows = [self._rows[place] for place in places]
         self._samplers = [self._samplers[place] for place in places]
         if self._paces is not None:
@@ -210,8 +219,20 @@ class DraftLoop:
             return rooms
         return [
             min(room, self._limit - position - 1)
-            for room, position in zip(rooms, self._cache.lengths, strict=True)
+            for room, position in zip(rooms, self._positions, strict=True)
         ]
+
+    @property
+    def _positions(self) -> list[int]:
+        """Position of every sequence's anchor."""
+        return [len(sampler.text) - 1 for sampler in self._samplers]
+
+    def _settle(self) -> None:
+        """Bring the drafter's context up to the anchors."""
+        if self._pending:
+            self._cache.reserve(self._cache.length + len(self._pending))
+            self._drafter.extend_context(self._cache, torch.cat(self._pending, dim=1))
+            self._pending = []
 
     def _commit(self, accepted: list[list[int]], bonuses: list[int]) -> list[Commit]:
         commits = []
@@ -227,6 +248,7 @@ class DraftLoop:
 
     def _draft(self, num_draws: int) -> Tensor:
         """Logits (B, K, V) of a block after every anchor, or (B, M, K, V) of M draws."""
+        self._settle()
         cache = self._cache
         cache.reserve(cache.length + self._drafter.config.block_size + 1)
         return self._drafter.draft(
@@ -243,7 +265,6 @@ class DraftLoop:
         """Drafts of every sequence, as many as the longest takes."""
         size = max(depths)
         if size == 0:
-            self._cache.reserve(self._cache.length + 1)
             nothing: list[list[int]] = [[] for _ in depths]
             return _Proposal(nothing, [torch.empty(0)] * len(depths), [None] * len(depths))
         num_draws = [self._drafting.num_draws] * len(depths)
@@ -260,9 +281,7 @@ class DraftLoop:
             rows = [row if own > 1 else row[0] for row, own in zip(rows, num_draws, strict=True)]
         found = [
             sampler.propose(row, position)
-            for sampler, row, position in zip(
-                self._samplers, rows, self._cache.lengths, strict=True
-            )
+            for sampler, row, position in zip(self._samplers, rows, self._positions, strict=True)
         ]
         firsts = [row[:, 0] if row.dim() == 3 else None for row in rows]
         return _Proposal([drafts for drafts, _ in found], [q for _, q in found], firsts)
@@ -288,6 +307,6 @@ class DraftLoop:
         return [
             sampler.judge(draft, q, row, position)
             for sampler, draft, q, row, position in zip(
-                self._samplers, drafts, proposals, logits, self._cache.lengths, strict=True
+                self._samplers, drafts, proposals, logits, self._positions, strict=True
             )
         ]
