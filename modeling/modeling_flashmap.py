@@ -31,6 +31,7 @@ from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
 from .decoding_flashmap import spec_generate, stream_generate
 from .drafting_flashmap import MOST_NODES
+from .draws_flashmap import DrawChoice
 from .fused_flashmap import draw_seeds, rope_table, seeded_normal
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .loop_flashmap import DraftLoop
@@ -55,17 +56,8 @@ Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
 __all__ = [
-    "COLDEST",
-    "MOST_NODES",
-    "DraftLoop",
-    "DraftTree",
-    "FlashMapCache",
-    "FlashMapDraftModel",
-    "FlashMapPast",
-    "Pace",
-    "Sampler",
-    "TargetRunner",
-    "TreeLoop",
+    "COLDEST", "MOST_NODES", "DraftLoop", "DraftTree", "DrawChoice", "FlashMapCache",
+    "FlashMapDraftModel", "FlashMapPast", "Pace", "Sampler", "TargetRunner", "TreeLoop",
     "TreeRunner",
 ]  # fmt: skip
 _BFLOAT16_STEP = 2.0**-8
