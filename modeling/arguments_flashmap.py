@@ -93,10 +93,8 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[T
     return [ids[kept] for ids, kept in zip(input_ids, mask, strict=True)]
 
 
-def check_numbers(max_new_tokens: Any, temperature: Any, num_draws: Any = 1) -> None:
-    """Raise ValueError for a number of tokens, a temperature or a number of draws out of range."""
-    if not isinstance(num_draws, Integral) or isinstance(num_draws, bool) or num_draws < 1:
-        raise ValueError(f"num_draws={num_draws!r} is not valid: ask for at least 1 noise draw.")
+def check_numbers(max_new_tokens: Any, temperature: Any) -> None:
+    """Raise ValueError for a number of tokens or a temperature out of range."""
     whole = isinstance(max_new_tokens, Integral) and not isinstance(max_new_tokens, bool)
     if not whole or max_new_tokens < 1:
         raise ValueError(

@@ -23,6 +23,7 @@ from .arguments_flashmap import padding_token
 from .loop_flashmap import Commit, DraftLoop
 from .request_flashmap import Drafter, Request, Settings, make_request
 from .sampling_flashmap import Sampler
+from .treeloop_flashmap import TreeLoop
 
 
 @dataclass
@@ -109,8 +110,9 @@ def spec_generate(
         generator: where the seeds come from if none is given; None: torch's default CPU generator.
         streamer: gets the prompt, then each round's committed tokens, then the end, exactly once,
             errors included; for one sequence.
-        settings: seed, attention_mask, top_k, top_p, min_p, num_draws, logits_processor,
-            stopping_criteria, max_time, stop_strings, tokenizer; `Settings` says what they are.
+        settings: seed, attention_mask, top_k, top_p, min_p, num_draws, num_candidates, adaptive,
+            past, logits_processor, stopping_criteria, max_time, stop_strings, tokenizer; `Settings`
+            says what they are.
 
     Raises:
         ValueError: an argument is out of its range, or the drafter does not fit the target.
@@ -212,7 +214,8 @@ def rounds(
     counts = [0] * len(request.prompts)
     scores: list[list[Tensor]] = [[] for _ in request.prompts]
     with drafter.target_features(target) as tap:
-        loop = DraftLoop(drafter, target, tap, request)
+        make_loop = TreeLoop if request.drafting.num_nodes else DraftLoop
+        loop = make_loop(drafter, target, tap, request)
         commits, running = loop.start(), list(range(len(counts)))
         while True:
             for commit in commits:

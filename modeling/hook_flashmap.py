@@ -38,6 +38,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .arguments_flashmap import check_numbers, check_prompts
 from .decoding_flashmap import Streamer, ended, require_one, rounds, with_texts
+from .drafting_flashmap import make_drafting
 from .fused_flashmap import draw_seeds
 from .loop_flashmap import Commit
 from .refusals_flashmap import checked_drafter, refuse
@@ -61,7 +62,9 @@ def flashmap_decoding(
     *,
     draft_model: Drafter | None = None,
     num_steps: int | None = None,
-    num_draws: int = 1,
+    num_draws: int | str = 1,
+    num_candidates: int | str = 1,
+    adaptive: bool | tuple[float, float] = False,
     seed: int | Sequence[int] | None = None,
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
@@ -84,7 +87,9 @@ def flashmap_decoding(
         generation_config: as `generate` prepared it.
         draft_model: the drafter.
         num_steps: jumps a draft; None takes the drafter's configuration.
-        num_draws: noise draws a block, whose mixture is the proposal.
+        num_draws: noise draws a block, whose mixture is the proposal, or "auto".
+        num_candidates: blocks' worth of drafts that a pass verifies as a tree, or "auto".
+        adaptive: verify fewer drafts, or none, where they do not pay; see `Settings`.
         seed: makes sampling repeatable; an integer (row b has seed + b), or one a row. None: seeds
             come from torch's default generator.
         stop_strings: texts that end a sequence.
@@ -108,7 +113,8 @@ def flashmap_decoding(
         request = _request(
             drafter, model, input_ids, logits_processor,
             [*stopping_criteria, *string_criteria(stop_strings, tokenizer)], generation_config,
-            model_kwargs.get("attention_mask"), num_steps, num_draws, seed,
+            model_kwargs.get("attention_mask"), seed, num_steps, num_draws, num_candidates,
+            adaptive,
         )  # fmt: skip
         if streamer is not None:
             require_one(request, "streamer")
@@ -144,9 +150,11 @@ def _request(
     criteria: list[Any],
     generation_config: GenerationConfig,
     attention_mask: Tensor | None,
-    num_steps: int | None,
-    num_draws: int,
     seed: int | Sequence[int] | None,
+    num_steps: int | None,
+    num_draws: int | str,
+    num_candidates: int | str,
+    adaptive: bool | tuple[float, float],
 ) -> Request:
     """What `generate` prepared, in the loop's terms."""
     prompts = check_prompts(model, input_ids, attention_mask)
@@ -157,8 +165,8 @@ def _request(
     max_length = min(lengths, default=generation_config.max_length)
     max_new_tokens = max(1, max_length - input_ids.shape[1])
     temperature = 1.0 if generation_config.do_sample else 0.0  # a warper divides by the true one
-    check_numbers(max_new_tokens, temperature, num_draws)
-    check_pair(drafter, model, prompts, max_new_tokens, num_steps)
+    check_numbers(max_new_tokens, temperature)
+    check_pair(drafter, model, prompts, max_new_tokens)
     processors, truncations = _split(logits_processor, generation_config.do_sample)
     return Request(
         prompts,
@@ -168,8 +176,7 @@ def _request(
         {token for one in ends for token in one.eos_token_id.tolist()},
         others,
         max_new_tokens,
-        num_steps,
-        num_draws,
+        make_drafting(drafter, model, temperature, num_steps, num_draws, num_candidates, adaptive),
         keeps_scores=bool(
             generation_config.return_dict_in_generate and generation_config.output_scores
         ),

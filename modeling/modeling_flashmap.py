@@ -30,10 +30,14 @@ from .cache_flashmap import FlashMapCache
 from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
 from .decoding_flashmap import spec_generate, stream_generate
+from .drafting_flashmap import MOST_NODES
+from .draws_flashmap import DrawChoice
 from .fused_flashmap import draw_seeds, rope_table, seeded_normal
 from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .loop_flashmap import DraftLoop
+from .pace_flashmap import Pace
+from .past_flashmap import FlashMapPast
 from .refusals_flashmap import NotAnAssistant
 from .request_flashmap import Request
 from .runner_flashmap import TargetRunner
@@ -47,14 +51,19 @@ from .target_flashmap import (
     look_up_rows,
     select_hidden,
 )
+from .tree_flashmap import DraftTree
+from .treeloop_flashmap import TreeLoop
+from .treerunner_flashmap import TreeRunner
 
 Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
 __all__ = [
-    "COLDEST", "DraftLoop", "FlashMapCache", "FlashMapDraftModel", "Request", "Sampler",
-    "TargetRunner",
+    "COLDEST", "MOST_NODES", "DraftLoop", "DraftTree", "DrawChoice", "FlashMapCache",
+    "FlashMapDraftModel", "FlashMapPast", "Pace", "Request", "Sampler", "TargetRunner", "TreeLoop",
+    "TreeRunner",
 ]  # fmt: skip
+_BFLOAT16_STEP = 2.0**-8
 _MIN_REMAINING_TIME = 1e-3  # floor of 1 - s in e(s); no shipped grid comes near it
 
 
@@ -335,6 +344,18 @@ class FlashMapDraftModel(PreTrainedModel):
                 state = ((1.0 - t) * state + (t - s) * delta) / (1.0 - s)
         return logits if num_draws == 1 else logits.unflatten(0, (-1, num_draws))
 
+    def heeds_noise(self, num_steps: int | None = None) -> bool:
+        """Whether drafts can depend on the noise.
+
+        Not so if one jump is made and what the noise adds to its inputs, `noise_gate` times a norm
+        of the weight's size, is below one rounding step of bfloat16 beside the rest. Between jumps
+        noise also enters by the state's own distribution.
+        """
+        added = self.noise_gate.float() * self.noise_norm.weight.float().square().mean().sqrt()
+        rest = self.state_norm.weight.float().square().mean().sqrt()
+        several = len(self.config.grid(num_steps or None)) > 2
+        return several or bool(added.abs() > _BFLOAT16_STEP * rest)
+
     @staticmethod
     def _noise(seeds: Tensor, positions: Tensor, num_columns: int, num_draws: int) -> Tensor:
         """Noise (B M, K, C), the draws of a sequence side by side."""
@@ -382,6 +403,10 @@ class FlashMapDraftModel(PreTrainedModel):
             ValueError: the tuple is too short, or a tap is on the last layer.
         """
         return select_hidden(hidden_states, self.config.target_layer_ids)
+
+    def new_past(self) -> FlashMapPast:
+        """An empty past for `spec_generate`: what a conversation keeps between its turns."""
+        return FlashMapPast()
 
     # The loop, documented where it is written.
     spec_generate = spec_generate

@@ -25,7 +25,9 @@ from transformers import (
 
 from .arguments_flashmap import check_length, check_numbers, check_prompts, check_time, stop_tokens
 from .configuration_flashmap import FlashMapConfig
+from .drafting_flashmap import Drafting, make_drafting
 from .fused_flashmap import draw_seeds
+from .past_flashmap import FlashMapPast
 from .sampling_flashmap import Place, Sampling, make_sampling
 from .target_flashmap import FeatureTap
 
@@ -60,6 +62,8 @@ class Drafter(Protocol):
         num_draws: int = 1,
     ) -> Tensor: ...
 
+    def heeds_noise(self, num_steps: int | None = None) -> bool: ...
+
 
 class Settings(TypedDict, total=False):
     """What `spec_generate` and `stream_generate` take by keyword.
@@ -72,7 +76,15 @@ class Settings(TypedDict, total=False):
         top_p: sample from the likeliest tokens that have this probability together.
         min_p: sample from tokens that are at least this share as likely as the likeliest.
         num_draws: noise draws a block; their mixture is the proposal, as exact as one draw, and at
-            temperature 0 the path that they support best.
+            temperature 0 the path that they support best; "auto": several while they pay.
+        num_candidates: blocks' worth of drafts that a pass verifies as a tree, at temperature 0;
+            "auto": as many nodes as are worth their cost.
+        adaptive: verify fewer drafts, or decode plainly, where the drafter is seldom right, so that
+            a run is hardly ever slower than plain decoding; two numbers give the costs to go by, in
+            passes of the target over one token: of a draft, and of one more token in a pass.
+            Rounds without a draft count in `acceptance_lengths` like any other pass.
+        past: caches of an earlier call, from `new_past`; what the prompt shares with its text is
+            not run again, and it holds the whole text afterwards.
         logits_processor: transformers' processors; they act on the target's logits, and on the
             drafts', before the temperature, each with the tokens that stand before.
         stopping_criteria: transformers' criteria, asked after every token with the whole sequence.
@@ -86,7 +98,10 @@ class Settings(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    num_draws: int
+    num_draws: int | str
+    num_candidates: int | str
+    adaptive: bool | tuple[float, float]
+    past: FlashMapPast | None
     logits_processor: LogitsProcessorList | None
     stopping_criteria: StoppingCriteriaList | None
     max_time: float | None
@@ -106,8 +121,8 @@ class Request:
         stops: tokens that end a sequence.
         criteria: transformers' criteria, which end it too.
         max_new_tokens: most tokens of a sequence.
-        num_steps: jumps a draft; None takes the drafter's configuration.
-        num_draws: noise draws a block.
+        drafting: how rounds are drafted.
+        past: caches to go on with, of one sequence.
         keeps_scores: whether commits carry the scores that their tokens were chosen by.
     """
 
@@ -118,8 +133,8 @@ class Request:
     stops: set[int]
     criteria: list[Any]
     max_new_tokens: int
-    num_steps: int | None = None
-    num_draws: int = 1
+    drafting: Drafting
+    past: FlashMapPast | None = None
     keeps_scores: bool = False
 
 
@@ -140,10 +155,12 @@ def make_request(
         raise TypeError(
             f"There is no setting {', '.join(unknown)}: see Settings for those there are."
         )
-    num_draws = settings.get("num_draws", 1)
     prompts = check_prompts(target, input_ids, settings.get("attention_mask"))
-    check_numbers(max_new_tokens, temperature, num_draws)
-    check_pair(drafter, target, prompts, max_new_tokens, num_steps)
+    check_numbers(max_new_tokens, temperature)
+    check_pair(drafter, target, prompts, max_new_tokens)
+    past = settings.get("past")
+    if past is not None:
+        past.check(drafter, target, len(prompts))
     return Request(
         prompts,
         [Place()] * len(prompts),
@@ -162,23 +179,25 @@ def make_request(
             *string_criteria(settings.get("stop_strings"), settings.get("tokenizer")),
         ],
         max_new_tokens,
-        num_steps,
-        num_draws,
+        make_drafting(
+            drafter,
+            target,
+            temperature,
+            num_steps,
+            settings.get("num_draws", 1),
+            settings.get("num_candidates", 1),
+            settings.get("adaptive", False),
+        ),
+        past,
     )
 
 
 def check_pair(
-    drafter: Drafter,
-    target: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    num_steps: int | None,
+    drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> None:
-    """Raise ValueError if the target has too few positions, or the drafter does not fit it or has
-    no grid for so many jumps."""
+    """Raise ValueError if the target has too few positions, or the drafter does not fit it."""
     check_length(target, max(map(len, prompts)), max_new_tokens)
     drafter.check_target(target)
-    drafter.config.grid(num_steps or None)
 
 
 def time_criteria(max_time: float | None) -> list[Any]:

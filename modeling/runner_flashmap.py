@@ -112,6 +112,34 @@ class TargetRunner:
             features = features.gather(1, places.expand(-1, -1, features.shape[2]))
         return logits[:, -1], features
 
+    @property
+    def cache(self) -> DynamicCache:
+        """The target's cache."""
+        return self._cache
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the target's cache, holes included."""
+        return max(self._lengths) if self._visible is None else self._visible.shape[1]
+
+    def resume(
+        self, cache: DynamicCache, num_tokens: int, num_kept: int, prompt: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Go on with an earlier runner's cache of one sequence of `num_tokens`, of which the first
+        `num_kept` stay, and run the rest of a `prompt` (P).
+
+        Returns:
+            As `prefill`, the features those of the tokens that ran.
+        """
+        self._cache, self._lengths = cache, [num_kept]
+        self._prepare_cache()
+        self._drop(num_tokens - num_kept)
+        tokens = prompt[num_kept:].unsqueeze(0)
+        logits = self._forward_at_end(tokens, num_logits=1)
+        self._drop(0)
+        self._lengths = [len(prompt)]
+        return logits[:, -1], self._features(tokens.shape[1])
+
     def verify(self, tokens: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
         """Run `tokens` (B, m), anchors and the drafts after them; `keep` must follow every pass.
 
@@ -141,6 +169,10 @@ class TargetRunner:
             kept = torch.arange(longest, device=self._device)
             kept = kept < torch.tensor(counts, device=self._device).unsqueeze(1)
             self._visible = torch.cat((self._all_visible(), kept), dim=1)
+        self._grow(counts)
+
+    def _grow(self, counts: Sequence[int]) -> None:
+        """Let every sequence be so many tokens longer."""
         self._lengths = [
             length + count for length, count in zip(self._lengths, counts, strict=True)
         ]
@@ -211,7 +243,7 @@ class TargetRunner:
         """Logits (B, num_logits, V) of the last tokens."""
         arguments["logits_to_keep"] = num_logits
         if visible is not None:
-            arguments["attention_mask"] = visible.long()
+            arguments["attention_mask"] = visible.long() if visible.dim() == 2 else visible
         known = {name: value for name, value in arguments.items() if name in self._arguments}
         known[self._cache_name] = self._cache
         output = self._target(input_ids=tokens.to(self._device), use_cache=True, **known)

@@ -196,9 +196,31 @@ class Sampler:
         end = len(drafts)
         return end, self._draw(p_of(end), position + end + 1, Stream.BONUS)
 
+    def best_after(self, logits: Tensor, row: int, drafts: Sequence[int]) -> int:
+        """The likeliest token after these drafts, whose logits are this row of (m, V)."""
+        return int(self._processed(logits[row : row + 1], drafts)[0].argmax())
+
+    def chances(self, logits_MKV: Tensor) -> Tensor:
+        """Distributions of the slots in every draw; processors see the text before the block."""
+        rows = logits_MKV.flatten(0, 1)
+        return self._probabilities(self._processed(rows, [])).view_as(logits_MKV)
+
+    def agreement(self, logits_MV: Tensor, logits: Tensor) -> tuple[float, float]:
+        """Chances that the target, whose logits after the anchor are (1, V), accepts the first
+        draft: of one draw, on average over M, and of the draws' mixture."""
+        q_MV = self._probabilities(self._processed(logits_MV, []))
+        p = self._probabilities(self._processed(logits, []))[0].to(q_MV.device)
+        if self.sampling.temperature == 0.0:
+            token = p.argmax()
+            alone, mixed = q_MV.argmax(dim=-1) == token, q_MV.mean(dim=0).argmax() == token
+            return float(alone.float().mean()), float(mixed)
+        p = p[: q_MV.shape[-1]]
+        alone, mixed = torch.minimum(q_MV, p), torch.minimum(q_MV.mean(dim=0), p)
+        return float(alone.sum(dim=-1).mean()), float(mixed.sum())
+
     def _judge_greedily(self, drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
-        for slot, row in enumerate(logits[: len(drafts) + 1]):
-            best = int(self._processed(row[None], drafts[:slot])[0].argmax())
+        for slot in range(len(drafts) + 1):
+            best = self.best_after(logits, slot, drafts[:slot])
             if slot == len(drafts) or best != drafts[slot]:
                 return slot, best
         raise AssertionError("logits are one more than drafts")

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _LOOK_UP_ROWS = 8192
+_MASKED_ATTENTION = ("sdpa", "eager")
 # transformers 5 caches record what is needed to drop their newest entries again.
 RECORDS_PAST = hasattr(transformers.DynamicCache, "activate_past_recording")
 _warned: set[str] = set()
@@ -184,6 +185,13 @@ def layers_with_windows(target: PreTrainedModel) -> list[str]:
     return sorted(set(kinds) - {"full_attention", "attention"})
 
 
+def can_go_back(target: PreTrainedModel) -> bool:
+    """Whether the target's cache can drop entries at any time, not only after a pass."""
+    if RECORDS_PAST:
+        return not layers_with_windows(target) and not recurrent_layers(target)
+    return not recurrent_layers(target)
+
+
 def batch_obstacle(target: PreTrainedModel) -> str | None:
     """Why sequences that accept different numbers cannot share the target's cache; None if they
     can."""
@@ -193,6 +201,14 @@ def batch_obstacle(target: PreTrainedModel) -> str | None:
     if "position_ids" not in inspect.signature(type(target).forward).parameters:
         return "takes no position_ids, so that it cannot tell a gap from a token"
     return None
+
+
+def tree_obstacle(target: PreTrainedModel) -> str | None:
+    """Why the target cannot verify a tree of drafts; None if nothing is known to speak against."""
+    kind = getattr(target.config, "_attn_implementation", None)
+    if kind not in _MASKED_ATTENTION:
+        return f"runs {kind} attention, which takes no mask for a tree (sdpa and eager do)"
+    return batch_obstacle(target)
 
 
 def select_hidden(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:

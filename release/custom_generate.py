@@ -47,7 +47,8 @@ def generate(
         revision: that of the release, where its file does not state a tag.
         streamer: as in `generate`; ended exactly once, errors included.
         tokenizer: reads `stop_strings`.
-        arguments: those of `generate`, and `num_steps`, `num_draws`, `seed`.
+        arguments: those of `generate`, and `num_steps`, `num_draws`, `num_candidates`, `adaptive`,
+            `seed`.
 
     Returns:
         What `generate` returns.

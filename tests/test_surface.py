@@ -45,8 +45,9 @@ CONFIG_FIELDS = [
     "noise_gate", "time_schedule", "num_steps", "jump_grids",
 ]  # fmt: skip
 SETTINGS = {
-    "seed", "attention_mask", "top_k", "top_p", "min_p", "num_draws", "logits_processor",
-    "stopping_criteria", "max_time", "stop_strings", "tokenizer",
+    "seed", "attention_mask", "top_k", "top_p", "min_p", "num_draws", "num_candidates",
+    "adaptive", "past", "logits_processor", "stopping_criteria", "max_time", "stop_strings",
+    "tokenizer",
 }  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
@@ -54,7 +55,8 @@ SIGNATURES = {
     "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
     "generator settings",
     "flashmap_decoding": "input_ids logits_processor stopping_criteria generation_config * "
-    "draft_model num_steps num_draws seed stop_strings tokenizer streamer model_kwargs",
+    "draft_model num_steps num_draws num_candidates adaptive seed stop_strings tokenizer "
+    "streamer model_kwargs",
     "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
     "extend_context": "cache target_hidden counts",
     "target_constants": "embedding",
@@ -64,6 +66,8 @@ SIGNATURES = {
     "select_target_hidden": "hidden_states",
     "target_features": "target",
     "check_target": "target",
+    "heeds_noise": "num_steps",
+    "new_past": "",
 }
 
 

@@ -1,14 +1,18 @@
 """Several noise draws a block: their mixture is what is drawn from and tested against."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from decoding.test_distribution import BLOCK, NUM_TOKENS, PROMPT, VOCAB, p_values, sample
 from support import toys
+from support.oracle import alone, together
 from support.table_models import TableDrafter, TableTarget, reasonable
 
 from flashmap.modeling import sampling_flashmap
+from flashmap.modeling.draws_flashmap import MOST_DRAWS, DrawChoice
+from flashmap.modeling.pace_flashmap import Costs
 from flashmap.modeling.sampling_flashmap import Sampler, Sampling
 
 
@@ -111,7 +115,63 @@ def test_greedy_text_is_the_targets_own(num_draws: int) -> None:
     assert toys.text_of(out, ids) == toys.greedy(target, ids, 30)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_agreement_is_the_chance_that_a_first_draft_is_accepted(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits_MV = torch.randn(4, 6, generator=generator) * 2
+    logits = torch.randn(1, 8, generator=generator) * 2
+    logits[0, 2] = 4.0 + logits.max()
+    alone_, mixed = Sampler(Sampling(temperature), 0, [1]).agreement(logits_MV, logits)
+    q = torch.softmax(logits_MV.double() / (temperature or 1.0), dim=-1)
+    p = torch.softmax(logits[0].double() / (temperature or 1.0), dim=-1)
+    if temperature == 0.0:
+        assert alone_ == sum(int(row.argmax()) == 2 for row in q) / 4
+        assert mixed == (int(q.mean(dim=0).argmax()) == 2)
+    else:
+        each = [sum(min(float(row[v]), float(p[v])) for v in range(6)) for row in q]
+        both = sum(min(float(q[:, v].mean()), float(p[v])) for v in range(6))
+        assert (alone_, mixed) == pytest.approx((sum(each) / 4, both), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mixed", "several"), [(0.9, True), (0.61, False), (0.5, False)])
+def test_several_draws_are_made_where_they_pay(mixed: float, several: bool) -> None:
+    choice, chosen = DrawChoice(Costs(0.3, 0.0), 8), []
+    for _ in range(100):
+        chosen.append(choice.choose())
+        if chosen[-1] > 1:
+            choice.note(0.6, mixed)
+    # One draw: 2.48 tokens for 1.3. Several, for 1.48: 6.1 tokens at 0.9, 2.53 at 0.61.
+    assert set(chosen) == {1, MOST_DRAWS} or several
+    assert chosen.count(MOST_DRAWS) == 100 if several else chosen.count(MOST_DRAWS) <= 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_is_one_draw_where_the_noise_is_not_heeded(temperature: float) -> None:
+    drafter, target, ids = toys.drafter(), toys.llama(), toys.prompt(7)
+    with torch.no_grad():
+        drafter.noise_gate.zero_()
+    arguments: dict[str, Any] = {"temperature": temperature, "seed": 3}
+    one = drafter.spec_generate(target, ids, 20, **arguments)
+    auto = drafter.spec_generate(target, ids, 20, num_draws="auto", **arguments)
+    assert auto.sequences.equal(one.sequences)
+    assert auto.acceptance_lengths == one.acceptance_lengths
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
+    drafter, target, seeds = loud_drafter(), toys.llama(), [3, 4]
+    prompts = [toys.prompt(3), toys.prompt(7, 1)]
+    arguments: dict[str, Any] = {
+        "max_new_tokens": 25, "temperature": temperature, "num_draws": "auto",
+        "adaptive": (0.2, 0.0),
+    }  # fmt: skip
+    batch = together(drafter, target, prompts, seeds, "left", **arguments)
+    assert batch == alone(drafter, target, prompts, seeds, **arguments)
+    if temperature == 0.0:
+        assert [row[0] for row in batch] == [toys.greedy(target, ids, 25) for ids in prompts]
+
+
 @pytest.mark.parametrize("num_draws", [0, -1, 1.5, True, "2"])
 def test_a_number_of_draws_that_is_none(num_draws: object) -> None:
-    with pytest.raises(ValueError, match=r"num_draws=.* at least 1"):
+    with pytest.raises(ValueError, match=r"num_draws=.* at least 1, or .auto"):
         toys.drafter().spec_generate(toys.llama(), toys.prompt(3), num_draws=num_draws)

@@ -109,8 +109,14 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
         "min_new_tokens": 3, "logits_processor": LogitsProcessorList([ByPrefix()]),
         "num_steps": 2, "num_draws": 2,
     },
+    "tree": lambda: {"num_candidates": 3},
+    "adaptive tree": lambda: {
+        "num_candidates": "auto", "adaptive": (0.4, 0.1), "repetition_penalty": 1.2,
+        "eos_token_id": 11,
+    },
+    "adaptive": lambda: {"adaptive": (0.4, 0.1), "num_draws": "auto", "bad_words_ids": [[5]]},
 }  # fmt: skip
-OURS = {"num_steps", "num_draws"}
+OURS = {"num_steps", "num_draws", "num_candidates", "adaptive"}
 
 
 @pytest.mark.parametrize("inputs", [single, batch])
@@ -121,7 +127,7 @@ def test_greedy_text_is_plain_generates(setting: str, inputs: Any) -> None:
     assert hooked(inputs(), **SETTINGS[setting]()).equal(plain)
     if inputs is single:
         assert hooked(inputs(), knowing(plain[0]), **SETTINGS[setting]()).equal(plain)
-        assert (plain[0, LENGTH:].tolist() == text()) == (setting == "nothing")
+        assert (plain[0, LENGTH:].tolist() == text()) == (setting in ("nothing", "tree"))
     assert hook_count(target()) == 0
 
 
@@ -155,17 +161,22 @@ def test_processors_see_their_own_row() -> None:
 
 
 @pytest.mark.parametrize("inputs", [single, batch])
-@pytest.mark.parametrize("setting", ["end tokens", "several"])
-def test_scores_and_logits_are_plain_generates(setting: str, inputs: Any) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    ["end tokens", "several", "tree", "adaptive tree", "adaptive"],
+)
+@pytest.mark.parametrize("knows", [False, True])
+def test_scores_and_logits_are_plain_generates(setting: str, inputs: Any, knows: bool) -> None:
     given, more = SETTINGS[setting](), {"return_dict_in_generate": True}
     more |= {"output_scores": True, "output_logits": True}
     plain = generate(inputs(), **{n: given[n] for n in given if n not in OURS}, **more)
-    found = hooked(inputs(), **SETTINGS[setting](), **more)
+    drafter = knowing(plain.sequences[0]) if knows else None
+    found = hooked(inputs(), drafter, **SETTINGS[setting](), **more)
     assert type(found) is GenerateDecoderOnlyOutput
     assert found.sequences.equal(plain.sequences)
     ids = inputs()["input_ids"]
     new = found.sequences[:, ids.shape[1] :]
-    ends = torch.tensor(given.get("eos_token_id", []))
+    ends = torch.tensor(given.get("eos_token_id", [-1]))
     over = torch.isin(new, ends).cumsum(dim=1) - torch.isin(new, ends).long() > 0
     for name in ("scores", "logits"):
         ours, theirs = found[name], plain[name]
@@ -177,10 +188,13 @@ def test_scores_and_logits_are_plain_generates(setting: str, inputs: Any) -> Non
             assert not one[~running].any()
 
 
-def test_scores_of_sampled_tokens_are_those_that_a_pass_over_them_gives() -> None:
+@pytest.mark.parametrize("drafts", [{}, {"adaptive": (0.4, 0.1)}, {"num_draws": "auto"}])
+def test_scores_of_sampled_tokens_are_those_that_a_pass_over_them_gives(
+    drafts: dict[str, Any],
+) -> None:
     settings = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.95, "seed": 4}
     found = hooked(
-        single(), **settings, repetition_penalty=1.2, return_dict_in_generate=True,
+        single(), **settings, **drafts, repetition_penalty=1.2, return_dict_in_generate=True,
         output_scores=True,
     )  # fmt: skip
     with torch.no_grad():
@@ -195,6 +209,19 @@ def test_scores_of_sampled_tokens_are_those_that_a_pass_over_them_gives() -> Non
         expected = listed(found.sequences[:, : LENGTH + step], logits[step : step + 1])
         torch.testing.assert_close(one, expected, atol=1e-4, rtol=1e-4)
         assert one[0, found.sequences[0, LENGTH + step]] > float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "longest"), [({}, 9), ({"num_candidates": 2}, 17), ({"adaptive": (0.5, 2.0)}, 1)]
+)
+def test_passes_are_as_long_as_the_settings_say(drafts: dict[str, Any], longest: int) -> None:
+    sizes: list[int] = []
+    handle = target().register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    hooked(single(), toys.drafter(block_size=8), **drafts)
+    handle.remove()
+    assert max(sizes[-5:]) == longest  # before are the prompt, trials and drafts without luck
 
 
 def test_without_scores_the_output_has_none() -> None:

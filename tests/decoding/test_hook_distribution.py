@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.3, "top_p": 0.7},
     "repetition and min_p": {"repetition_penalty": 1.6, "min_p": 0.15, "temperature": 1.2},
     "several draws": {"temperature": 0.8, "top_k": 4, "num_draws": 3},
+    "adaptive": {"temperature": 0.8, "top_p": 0.9, "adaptive": (0.4, 0.1)},
 }
 
 
@@ -39,7 +40,7 @@ def following(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    num_draws: int = 1,
+    **drafts: Any,
 ) -> Tensor:
     """Float64 distribution of the token after `text`, written down from the settings' meaning."""
     with torch.no_grad():

@@ -55,8 +55,8 @@ def report(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "way",
-    ["folder", "hub", "twin", "batch", "processed", "stop strings", "configured", "streamed",
-     "seeded", "other drafter"],
+    ["folder", "hub", "twin", "batch", "processed", "tree", "adaptive", "stop strings",
+     "configured", "streamed", "seeded", "other drafter"],
 )  # fmt: skip
 def test_text_is_plain_generates(way: str, report: dict[str, Any]) -> None:
     plain, found = report[way]

@@ -89,6 +89,8 @@ report: dict[str, Any] = {
         generate(repetition_penalty=1.5, eos_token_id=plain[0][5]),
         by(FOLDER, repetition_penalty=1.5, eos_token_id=plain[0][5]),
     ],
+    "tree": [generate(inputs), by(FOLDER, inputs, num_candidates=3)],
+    "adaptive": [plain, by(FOLDER, adaptive=(0.4, 0.1), num_draws="auto")],
     "stop strings": [generate(**stops), by(FOLDER, **stops)],
     "stopped": len(generate(**stops)[0]),
     "configured": [

@@ -35,14 +35,14 @@ class Oracle(FlashMapDraftModel):
         self.loud = _LOUD
 
     def draft(self, anchor_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The network's logits (B, K, V), with known tokens far above all others."""
+        """The network's logits, with known tokens far above all others."""
         self.batch_sizes.append(len(anchor_ids))
         logits = super().draft(anchor_ids, cache, *args, **kwargs).float().clone()
-        size = logits.shape[1]
+        size = logits.shape[-2]
         for row, (seed, position) in enumerate(zip(kwargs["seed"], cache.lengths, strict=True)):
             right = num_right(seed, position, size)
             for slot, token in enumerate(self.likely(seed, position, right)):
-                logits[row, slot, token] += self.loud
+                logits[row, ..., slot, token] += self.loud
         return logits
 
     def likely(self, seed: int, position: int, count: int) -> list[int]:
