@@ -32,6 +32,7 @@ from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
 from .decoding_flashmap import spec_generate, stream_generate
 from .flow_flashmap import advance, sharpness
+from .folds_flashmap import JumpFold
 from .fused_flashmap import draw_seeds, rope_table
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .linear_flashmap import Linear
@@ -57,7 +58,7 @@ Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
 __all__ = [
     "COLDEST", "HAS_TRITON", "TRITON_OPS", "DraftLoop", "FlashMapCache", "FlashMapDraftModel",
-    "FusedStep", "Linear", "Sampler", "TargetRunner", "select_ops",
+    "FusedStep", "JumpFold", "Linear", "Sampler", "TargetRunner", "select_ops",
 ]  # fmt: skip
 
 
