@@ -109,8 +109,9 @@ def _context_attention_kernel(
         mean += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         largest = top
     # A split past the end of its context has seen nothing: mean 0, weight exp(-inf).
-    mean = mean / tl.where(total > 0.0, total, 1.0)[:, None]
-    log_sum = tl.where(total > 0.0, largest + tl.log(total), -float("inf"))
+    divisor = tl.where(total > 0.0, total, 1.0)
+    mean = mean / divisor[:, None]
+    log_sum = tl.where(total > 0.0, largest + tl.log(divisor), -float("inf"))
     place += split * tl.num_programs(0).to(tl.int64) * num_queries
     out_at = out_ptr + place[:, None] * head_dim + column[None, :]
     tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)

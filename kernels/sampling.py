@@ -104,7 +104,7 @@ def _scatter_rows_kernel(
     request = tl.load(requests_ptr + row).to(tl.int64)
     column = tl.load(columns_ptr + row).to(tl.int64)
     place = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = (place < width) & (request >= 0)
+    inside = place < tl.where(request >= 0, width, 0)
     token = tl.load(token_ids_ptr + place, mask=inside, other=0)
     numbers = tl.load(source_ptr + row * width + place, mask=inside, other=0.0)
     address = out_ptr + request * request_stride + column * column_stride + token

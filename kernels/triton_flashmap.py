@@ -133,16 +133,16 @@ def _write_context_kernel(
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     head, column, pair = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, DIM // 2)
-    inside = (head < num_heads)[:, None] & (column < head_dim)[None, :] & (slot >= 0)
+    kept = tl.where(slot >= 0, head_dim, 0)  # nothing of a skipped row
+    inside = (head < num_heads)[:, None] & (column < kept)[None, :]
     entry = (row * tl.num_programs(1) + layer) * 2
     source = kv_ptr + (entry * num_heads + head)[:, None] * head_dim + column[None, :]
     key = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(source + num_heads * head_dim, mask=inside, other=0.0).to(tl.float32)
 
     angle = tl.load(positions_ptr + row).to(tl.int64) * (head_dim // 2) + pair
-    turns = (pair < head_dim // 2) & (slot >= 0)
-    cos = tl.load(cos_ptr + angle, mask=turns, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=pair < kept // 2, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=pair < kept // 2, other=0.0)[None, :]
     weight = tl.load(weight_ptr + layer * head_dim + column, mask=column < head_dim, other=0.0)
     key = normed(key, weight.to(tl.float32)[None, :], head_dim, eps, dtype)
     key = rotated(key, cos, sin, HEADS, DIM)
