@@ -12,7 +12,7 @@ from flashmap.modeling.step_flashmap import ContextRows, DenseContext, FusedStep
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [7, 12, 1]
-# Relative to the largest logit: float32 products in another order; bfloat16 rounds 20 times a layer.
+# Relative to the largest logit: float32 sums in another order; bfloat16 rounds 20 times a layer.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
