@@ -136,6 +136,8 @@ def write_context(
     without a rounding between. In a float8_e4m3fn cache both are divided by `scales` (L, 2;
     None: 1) first. Rows with a slot below 0 are skipped.
     """
+    if len(slots) == 0:
+        return
     # A skipped row repeats a kept one, as dropping it would make the host wait for its number.
     kept = slots >= 0
     rows = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())

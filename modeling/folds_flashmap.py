@@ -82,6 +82,30 @@ def context_fold(layers: Any) -> tuple[Tensor, Tensor]:
     return torch.cat(weights), torch.stack([cross.k_norm.weight for cross in attentions])
 
 
+def draft_tokens(token_ids: Tensor | None, config: Any, device: torch.device) -> Tensor:
+    """The tokens (S) that may be drafted, int64 on `device`: those given, or all.
+
+    Raises:
+        ValueError: they are not increasing ids of the drafter's vocabulary.
+    """
+    everything = torch.arange(config.vocab_size, device=device)
+    if token_ids is None:
+        return everything
+    tokens = token_ids.to(device)
+    if tokens.dim() != 1 or len(tokens) == 0 or tokens.is_floating_point():
+        raise ValueError(
+            f"token_ids is {tokens.dtype} of shape {tuple(tokens.shape)}, expected the ids of the"
+            " tokens that may be drafted, shape (number,)."
+        )
+    inside = int(tokens[0]) >= 0 and int(tokens[-1]) < config.vocab_size
+    if not inside or not bool((tokens[1:] > tokens[:-1]).all()):
+        raise ValueError(
+            f"token_ids must increase and lie in 0 .. {config.vocab_size - 1}, the drafter's"
+            " vocabulary: sort them and drop what is beyond."
+        )
+    return tokens.long()
+
+
 def head_fold(head: nn.Linear, lm_head: nn.Module, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Weight (S, D) and bias (S) of the drafter's `head` followed by rows `token_ids` (S) of the
     target's `lm_head`: nothing lies between the two.
@@ -90,13 +114,18 @@ def head_fold(head: nn.Linear, lm_head: nn.Module, token_ids: Tensor) -> tuple[T
     rounding step.
 
     Raises:
-        ValueError: the target's head is no linear layer with plain numbers.
+        ValueError: the target's head is no linear layer with plain numbers, or lacks a token.
     """
     if not isinstance(lm_head, nn.Linear) or weight_dtype(lm_head) is None:
         raise ValueError(
             f"The target's vocabulary head ({type(lm_head).__name__}) is not a linear layer with"
             " unquantised weights, so it cannot be folded into the drafter's: draft without the"
             " fused step, or load the target with its head unquantised."
+        )
+    if lm_head.out_features <= int(token_ids[-1]):
+        raise ValueError(
+            f"The target's vocabulary head gives {lm_head.out_features} logits and the drafter"
+            f" drafts tokens up to {int(token_ids[-1])}: it was trained for another target."
         )
     weights, biases = [], []
     for rows in token_ids.split(_HEAD_ROWS):

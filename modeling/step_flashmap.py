@@ -20,6 +20,7 @@ from .folds_flashmap import (
     JumpFold,
     LayerFold,
     context_fold,
+    draft_tokens,
     head_fold,
     jump_folds,
     layer_fold,
@@ -67,7 +68,8 @@ class FusedStep:
 
     Raises:
         ValueError: there is no grid for num_steps, the target's head cannot be folded, the noise
-            fold is asked for with several jumps, or kernels or eight bits cannot run here.
+            fold is asked for with several jumps, drafter and target are on different devices, or
+            tokens, kernels or eight bits cannot be served.
     """
 
     @torch.no_grad()
@@ -91,6 +93,11 @@ class FusedStep:
                 f"fold_noise serves one jump, num_steps asks for {len(grid) - 1}: turn it off."
             )
         device: torch.device = model.device
+        if embedding.device != device:
+            raise ValueError(
+                f"The target's embedding is on {embedding.device} and the drafter on {device}: the"
+                " fused step needs both on one device."
+            )
         self._dtype: torch.dtype = model.dtype
         self.ops = ops = select_ops(device, self._dtype, kernels)
 
@@ -117,12 +124,12 @@ class FusedStep:
         self._x_embed = Linear(model.x_embed.weight, model.x_embed.bias)
         self._noise = noise_fold(model, embedding, self._base, Linear) if fold_noise else None
 
-        everything = torch.arange(config.vocab_size, device=device)
-        self.token_ids = everything if token_ids is None else token_ids.to(device)
+        self.token_ids = draft_tokens(token_ids, config, device)
         head = head_fold(model.head, lm_head, self.token_ids)
         self._head, self._head_dtype = linear(*head), head[0].dtype
         self._full_head = self._head
         if token_ids is not None and len(self.jumps) > 1:
+            everything = draft_tokens(None, config, device)
             self._full_head = linear(*head_fold(model.head, lm_head, everything))
 
     # The context

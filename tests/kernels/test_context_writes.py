@@ -115,6 +115,7 @@ def test_no_row_at_all_is_fine(device: str) -> None:
     rope = rope_table(torch.arange(4, device=device), WIDTH, THETA)
     for ops in (EAGER_OPS, TRITON_OPS):
         ops["write_context"](kv, none + 1, none, weight, 1e-5, rope, layout)
+        ops["write_context"](kv[:0], none[:0], none[:0], weight, 1e-5, rope, layout)
         assert all((view.float() == POISON).all() for view in (*layout.keys, *layout.values))
 
 

@@ -266,6 +266,10 @@ def test_eight_bit_weights_draft_nearly_the_same() -> None:
         ({"num_steps": 2, "fold_noise": True}, "fold_noise serves one jump"),
         ({"kernels": "fast"}, "choose one of auto, eager, triton"),
         ({"fp8_weights": True}, "multiples of 16"),
+        ({"token_ids": torch.tensor([3, 2])}, "must increase and lie in 0 .. 60"),
+        ({"token_ids": torch.tensor([3, 61])}, "must increase and lie in 0 .. 60"),
+        ({"token_ids": torch.tensor([-1, 3])}, "must increase and lie in 0 .. 60"),
+        ({"token_ids": torch.tensor([0.5])}, "token_ids is torch.float32"),
     ],
 )
 def test_what_cannot_be_served(options: dict[str, Any], words: str, toy: Toy) -> None:
@@ -277,6 +281,15 @@ def test_a_head_that_cannot_be_folded(toy: Toy) -> None:
     head = nn.Sequential(toy.lm_head)
     with pytest.raises(ValueError, match=r"vocabulary head \(Sequential\) is not a linear layer"):
         FusedStep(toy.model, toy.embed_tokens.weight, head, 64)
+    narrow = nn.Linear(toys.WIDTH, toys.VOCAB - 1)
+    with pytest.raises(ValueError, match="gives 60 logits and the drafter drafts tokens up to 60"):
+        FusedStep(toy.model, toy.embed_tokens.weight, narrow, 64)
+
+
+def test_a_target_on_another_device(toy: Toy) -> None:
+    elsewhere = toy.embed_tokens.weight.detach().to("meta")
+    with pytest.raises(ValueError, match="embedding is on meta and the drafter on cpu"):
+        FusedStep(toy.model, elsewhere, toy.lm_head, 64)
 
 
 def test_one_graph_holds_the_step(toy: Toy) -> None:
