@@ -164,10 +164,10 @@ def block_noise(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` (R, C) as float8_e4m3fn and a float32 scale a row (R, 1): scale = max(largest, 1e-12) /
-    448, x / scale clamped to 448 and rounded to nearest even."""
+    """`x` (R, C) as float8_e4m3fn and a float32 scale a row (R, 1): scale = max(largest, 1e-12)
+    times 1 / 448, x / scale clamped to 448 and rounded to nearest even."""
     numbers = x.float()
-    scale = numbers.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+    scale = numbers.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) * (1.0 / FP8_MAX)
     return (numbers / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 

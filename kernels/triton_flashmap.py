@@ -30,6 +30,7 @@ _UNIT = tl.constexpr(2.0**-32)
 _HALF_UNIT = tl.constexpr(2.0**-33)
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _FP8_MAX = tl.constexpr(FP8_MAX)
+_FP8_UNIT = tl.constexpr(1.0 / FP8_MAX)
 
 
 @triton.jit
@@ -168,7 +169,7 @@ def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, columns, BLOCK: tl.constexp
     column = tl.arange(0, BLOCK)
     address = row * columns + column
     x = tl.load(x_ptr + address, mask=column < columns, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12), _FP8_MAX)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) * _FP8_UNIT
     tl.store(scale_ptr + row, scale)
     _store_entry(x, scale, out_ptr + address, column < columns)
 

@@ -16,7 +16,7 @@ from flashmap.modeling.reference_flashmap import KvLayout
 from flashmap.modeling.step_flashmap import ContextRows, DenseContext, FusedStep
 from flashmap.modeling.triton_flashmap import INTERPRETED
 
-# Rounding the folded head to bfloat16 moves a logit by 2^-8 of it, three such roundings of the
+# Rounding the folded head to bfloat16 moves a logit by up to 2^-8 of it; the roundings of the
 # prediction between two jumps add up, and its softmax is as sharp as e(s) = 25 makes it.
 ONE_JUMP_BF16, JUMPS_BF16 = 2.0**-6, 0.1
 
