@@ -18,10 +18,12 @@ THETA = 10000.0
 # rsqrt; half precision: three roundings of 2^-11 (float16) or 2^-8 (bfloat16) one after another.
 NORMS = {F32: 2e-6, F16: 3 * 2.0**-11, BF16: 3 * 2.0**-8}
 # Scores sum d products of rounded queries and keys, weights round once more before the values.
-ATTENTION = {F32: 1e-5, F16: 8 * 2.0**-11, BF16: 8 * 2.0**-8}
+ATTENTION = {F32: 1e-5, BF16: 8 * 2.0**-8}
 # float32 angles of positions up to 200 are off by 200 * 2^-24.
 ROTATED = {F32: 2e-5, F16: 3 * 2.0**-11, BF16: 3 * 2.0**-8}
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
+# An attention kernel takes seconds to compile, and float16 goes the way of bfloat16.
+FEWER_DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 
 
 def on_gpu(*values: Any) -> Any:
@@ -123,7 +125,7 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-@DTYPES
+@FEWER_DTYPES
 @pytest.mark.parametrize(("blocks", "slots", "heads", "width"), BLOCKS)
 def test_block_attention(
     blocks: int, slots: int, heads: int, width: int, dtype: torch.dtype, device: str
@@ -149,7 +151,7 @@ CONTEXTS = [
 ]  # fmt: skip
 
 
-@DTYPES
+@FEWER_DTYPES
 @pytest.mark.parametrize(("sequences", "draws", "slots", "heads", "width", "room"), CONTEXTS)
 def test_context_attention(
     sequences: int, draws: int, slots: int, heads: int, width: int, room: int,
