@@ -164,8 +164,8 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor
     dim = padded(head_dim, _DOT_SIDE)
     most = _TILE_BYTES // (dim * key.element_size())
     rows, tile = min(padded(num_queries, _DOT_SIDE), most, 64), min(most // 2, 64)
-    grid = (num_sequences * num_heads, triton.cdiv(num_queries, rows))
-    splits = min(_PROGRAMS // (grid[0] * grid[1]), triton.cdiv(capacity, 2 * tile), _MOST_SPLITS)
+    grid = (num_sequences * num_heads, -(-num_queries // rows))
+    splits = min(_PROGRAMS // (grid[0] * grid[1]), -(-capacity // (2 * tile)), _MOST_SPLITS)
     splits = max(splits, 1)
     partial_dtype = query.dtype if splits == 1 else torch.float32
     mean = torch.empty((splits, *query.shape), dtype=partial_dtype, device=query.device)

@@ -114,7 +114,7 @@ def _scatter_rows_kernel(
 def _best_tokens(logits: Tensor, token_ids: Tensor, sampling: tuple[Tensor, ...] | None) -> Tensor:
     logits = logits.contiguous()
     rows, width = logits.shape
-    tiles = triton.cdiv(width, _TILE)
+    tiles = -(-width // _TILE)
     best = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
     index = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -144,7 +144,7 @@ def triton_scatter_rows(
     """See `scatter_rows`; the last dimension of `out` is contiguous."""
     source = source.contiguous()
     rows, width = source.shape
-    _scatter_rows_kernel[(rows, triton.cdiv(width, _TILE))](
+    _scatter_rows_kernel[(rows, -(-width // _TILE))](
         source, requests, columns, token_ids, out, width, out.stride(0), out.stride(1),
         TILE=_TILE, num_warps=8,
     )  # fmt: skip

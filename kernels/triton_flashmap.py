@@ -325,7 +325,7 @@ def block_noise(
     sequences, num_slots = positions.shape
     shape = (sequences * num_draws, num_slots, num_columns)
     out = torch.empty(shape, dtype=dtype, device=positions.device)
-    grid = (shape[0] * num_slots, triton.cdiv(num_columns, 4 * _COUNTERS))
+    grid = (shape[0] * num_slots, -(-num_columns // (4 * _COUNTERS)))
     _noise_kernel[grid](
         seeds, positions.contiguous(), out, num_slots, num_draws, num_columns, COUNTERS=_COUNTERS
     )
