@@ -150,6 +150,8 @@ def write_context(
             if cache.dtype == torch.float8_e4m3fn:
                 scale = 1.0 if scales is None else scales[layer, part]
                 new = (new.float() / scale).clamp(-FP8_MAX, FP8_MAX)
+                # Bytes, because PyTorch cannot index float8 on every device.
+                new, cache = new.to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
             block, row = places // page, places % page
             cache[block, row] = torch.where(kept, new.to(cache.dtype), cache[block, row])
 
