@@ -52,10 +52,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "device": _device(),
-        "kernels": {
-            "picked": "reference",
-            "why": "plain PyTorch operations are the only ones in this version, on every device",
-        },
+        "kernels": _kernels(),
         "engines": {name: _engine(name, planned) for name, planned in PLANNED_ENGINES.items()},
         "problems": _problems(),
     }
@@ -96,6 +93,18 @@ def _device() -> dict[str, Any]:
         "cpu_bfloat16": _cpu_flags(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _kernels() -> dict[str, Any]:
+    """Which version of each fused operation is picked on the default device in bfloat16, and why
+    not Triton's where it is not."""
+    import torch
+
+    from flashmap.kernels.select_flashmap import select_ops
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    picked = select_ops(device, torch.bfloat16).picked
+    return {"device": device, "dtype": "bfloat16", "picked": picked}
 
 
 def _cpu_flags() -> str:
@@ -147,7 +156,10 @@ def _print_report(report: dict[str, Any]) -> None:
         f"{device['threads']} threads"
     )
     print(f"  torch is built with {build}")
-    print(f"kernels: {report['kernels']['picked']} ({report['kernels']['why']})")
+    kernels = report["kernels"]
+    print(f"kernels of the fused step on {kernels['device']} in {kernels['dtype']}:")
+    for name, picked in kernels["picked"].items():
+        print(f"  {name:<18} {picked}")
     for name, engine in report["engines"].items():
         print(
             f"engine {name}: {engine['version'] or 'not installed'}"

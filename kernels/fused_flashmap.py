@@ -23,6 +23,7 @@ from torch import Tensor
 __all__ = [
     "Stream",
     "apply_rope",
+    "as_uniform",
     "coin",
     "draw_seeds",
     "philox",
@@ -117,13 +118,19 @@ def coin(seed: int, position: int, stream: Stream) -> float:
     return ((x0 << 20) + (x1 >> 12) + 0.5) * 2.0**-52
 
 
+def as_uniform(words: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), float32, from random 32-bit words: u(x) = min(float32(x) 2^-32 +
+    2^-33, 1 - 2^-24)."""
+    return (words.to(torch.float32) * 2.0**-32 + 2.0**-33).clamp(max=1.0 - 2.0**-24)
+
+
 def seeded_uniform(
     seeds: Tensor, positions: Tensor, num_columns: int, stream: Stream, draw: int = 0
 ) -> Tensor:
     """Uniform numbers in (0, 1), float32 (B, K, C), for int64 `seeds` (B) and absolute token
     `positions` (B, K).
 
-    Column c is word c % 4 of the counter c // 4: u(x) = min(float32(x) 2^-32 + 2^-33, 1 - 2^-24).
+    Column c is word c % 4 of the counter c // 4.
     """
     index = torch.arange(-(-num_columns // 4), device=positions.device)
     words = torch.stack(
@@ -136,8 +143,7 @@ def seeded_uniform(
         ),
         dim=-1,
     )
-    uniforms = words.to(torch.float32) * 2.0**-32 + 2.0**-33
-    return uniforms.clamp(max=1.0 - 2.0**-24).flatten(-2)[..., :num_columns]
+    return as_uniform(words).flatten(-2)[..., :num_columns]
 
 
 def seeded_normal(seeds: Tensor, positions: Tensor, num_columns: int, draw: int = 0) -> Tensor:

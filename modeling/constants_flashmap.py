@@ -97,12 +97,12 @@ def uniform_embedding(embedding: Tensor) -> Tensor:
     return weights.to(embedding.dtype) @ embedding
 
 
-def noise_factor(embedding: Tensor) -> Tensor:
-    """A factor F, float64 (H, H) on the CPU, with F F^T = G = E^T E for `embedding` E (V, H).
+def gram_matrix(embedding: Tensor) -> Tensor:
+    """G = E^T E, float64 (H, H) on the CPU, for `embedding` E (V, H): float32 products of row
+    chunks, summed in float64.
 
-    G is summed in float64 from float32 products of row chunks. F is the lower Cholesky factor;
-    where G is singular (rows or columns of zeros, dependent columns) it is Q diag(sqrt(lambda))
-    from the eigendecomposition, lambda clamped at 0.
+    Raises:
+        ValueError: the embedding holds NaN or infinite values.
     """
     size = embedding.shape[1]
     gram = torch.zeros(size, size, dtype=torch.float64)
@@ -115,6 +115,16 @@ def noise_factor(embedding: Tensor) -> Tensor:
             " check the target's weights (a truncated download, or a model whose weights were never"
             " loaded)."
         )
+    return gram
+
+
+def noise_factor(embedding: Tensor) -> Tensor:
+    """A factor F, float64 (H, H) on the CPU, with F F^T = G for `embedding` E (V, H).
+
+    F is the lower Cholesky factor; where G is singular (rows or columns of zeros, dependent
+    columns) it is Q diag(sqrt(lambda)) from the eigendecomposition, lambda clamped at 0.
+    """
+    gram = gram_matrix(embedding)
     factor, failed = torch.linalg.cholesky_ex(gram)
     if failed or not torch.isfinite(factor).all():
         eigenvalues, vectors = torch.linalg.eigh(gram)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .configuration_flashmap import FlashMapConfig
 from .fused_flashmap import apply_rope, rms_norm
+from .reference_flashmap import adaln
 
 Rope = tuple[Tensor, Tensor]
 
@@ -86,8 +87,7 @@ class AdaLN(nn.Module):
 
     def forward(self, x: Tensor, modulation: Modulation) -> Tensor:
         """Norm `x` (G, K, D), then scale by 1 + scale and shift."""
-        normed = F.layer_norm(x, x.shape[-1:], eps=self.eps)
-        return normed * (1 + modulation.scale) + modulation.shift
+        return adaln(x, 1 + modulation.scale, modulation.shift, self.eps)
 
 
 class Attention(nn.Module):

@@ -26,22 +26,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .arguments_flashmap import COLDEST
+from .attention_flashmap import TRITON_OPS
 from .cache_flashmap import FlashMapCache
 from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
 from .decoding_flashmap import spec_generate, stream_generate
 from .drafting_flashmap import MOST_NODES
 from .draws_flashmap import DrawChoice
-from .fused_flashmap import draw_seeds, rope_table, seeded_normal
+from .flow_flashmap import advance, sharpness
+from .folds_flashmap import JumpFold
+from .fused_flashmap import draw_seeds, rope_table
 from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
+from .linear_flashmap import Linear
 from .loop_flashmap import DraftLoop
 from .pace_flashmap import Pace
 from .past_flashmap import FlashMapPast
+from .reference_flashmap import block_noise
 from .refusals_flashmap import NotAnAssistant
 from .request_flashmap import Request
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler
+from .select_flashmap import select_ops
+from .step_flashmap import FusedStep
 from .target_flashmap import (
     FeatureTap,
     call_module,
@@ -54,17 +61,17 @@ from .target_flashmap import (
 from .tree_flashmap import DraftTree
 from .treeloop_flashmap import TreeLoop
 from .treerunner_flashmap import TreeRunner
+from .triton_flashmap import HAS_TRITON
 
 Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 # transformers 4.57 copies only those files of a local folder that this one names.
 __all__ = [
-    "COLDEST", "MOST_NODES", "DraftLoop", "DraftTree", "DrawChoice", "FlashMapCache",
-    "FlashMapDraftModel", "FlashMapPast", "Pace", "Request", "Sampler", "TargetRunner", "TreeLoop",
-    "TreeRunner",
+    "COLDEST", "HAS_TRITON", "MOST_NODES", "TRITON_OPS", "DraftLoop", "DraftTree", "DrawChoice",
+    "FlashMapCache", "FlashMapDraftModel", "FlashMapPast", "FusedStep", "JumpFold", "Linear",
+    "Pace", "Request", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner", "select_ops",
 ]  # fmt: skip
 _BFLOAT16_STEP = 2.0**-8
-_MIN_REMAINING_TIME = 1e-3  # floor of 1 - s in e(s); no shipped grid comes near it
 
 
 class FlashMapDraftModel(PreTrainedModel):
@@ -248,8 +255,7 @@ class FlashMapDraftModel(PreTrainedModel):
     def embed_state(self, state: Tensor, s: float, t: float, embedding: Tensor) -> Tensor:
         """Network inputs (B, K, H) for a float32 `state` (B, K, V) that jumps from `s` to `t`."""
         if s > 0.0:
-            sharpness = s / max(1.0 - s, _MIN_REMAINING_TIME) ** 2
-            posterior = torch.softmax(state * sharpness, dim=-1, dtype=torch.float32)
+            posterior = torch.softmax(state * sharpness(s), dim=-1, dtype=torch.float32)
             posterior_embeds = (
                 posterior.to(device=embedding.device, dtype=embedding.dtype) @ embedding
             )
@@ -265,10 +271,14 @@ class FlashMapDraftModel(PreTrainedModel):
         """
         posterior_embeds = posterior_embeds.to(device=self.device, dtype=self.dtype)
         state_embeds = state_embeds.to(device=self.device, dtype=self.dtype)
-        jump = t - s if self.config.noise_gate == "jump" else 1.0
-        gate = (self.noise_gate.float() * jump).to(self.dtype)
+        gate = self.jump_gate(s, t)
         mixed: Tensor = self.state_norm(posterior_embeds) + gate * self.noise_norm(state_embeds)
         return mixed
+
+    def jump_gate(self, s: Time, t: Time) -> Tensor:
+        """Factor of the normed noise in the input of a jump from `s` to `t`, (1) for floats."""
+        jump = t - s if self.config.noise_gate == "jump" else 1.0
+        return (self.noise_gate.float() * jump).to(self.dtype)
 
     # Drafting
 
@@ -330,7 +340,7 @@ class FlashMapDraftModel(PreTrainedModel):
         if state is None:
             seeds = torch.tensor(draw_seeds(shape[0], seed, generator), device=self.device)
             if len(grid) > 2:
-                state = self._noise(seeds, slots, config.vocab_size, num_draws)
+                state = block_noise(seeds, slots, config.vocab_size, num_draws, torch.float32)
         for s, t in pairwise(grid):
             inputs = (
                 self._first_inputs(seeds, slots, embedding, num_draws)
@@ -341,7 +351,7 @@ class FlashMapDraftModel(PreTrainedModel):
             logits = head_logits(config, lm_head, hidden, anchor_embeds.dtype)
             if state is not None and t < 1.0:
                 delta = torch.softmax(logits.to(self.device), dim=-1, dtype=torch.float32)
-                state = ((1.0 - t) * state + (t - s) * delta) / (1.0 - s)
+                state = advance(state, delta, s, t)
         return logits if num_draws == 1 else logits.unflatten(0, (-1, num_draws))
 
     def heeds_noise(self, num_steps: int | None = None) -> bool:
@@ -356,19 +366,14 @@ class FlashMapDraftModel(PreTrainedModel):
         several = len(self.config.grid(num_steps or None)) > 2
         return several or bool(added.abs() > _BFLOAT16_STEP * rest)
 
-    @staticmethod
-    def _noise(seeds: Tensor, positions: Tensor, num_columns: int, num_draws: int) -> Tensor:
-        """Noise (B M, K, C), the draws of a sequence side by side."""
-        draws = [seeded_normal(seeds, positions, num_columns, draw) for draw in range(num_draws)]
-        return torch.stack(draws, dim=1).flatten(0, 1)
-
     def _first_inputs(
         self, seeds: Tensor, positions: Tensor, embedding: Tensor, num_draws: int
     ) -> Tensor:
         """Inputs of the single jump from 0 to 1, its noise drawn in the target's hidden width."""
         uniform, factor = self.target_constants(embedding)
-        noise = self._noise(seeds, positions, self.config.target_hidden_size, num_draws)
-        return self.mix_state(uniform, noise.to(self.dtype) @ factor.T, 0.0, 1.0)
+        width = self.config.target_hidden_size
+        noise = block_noise(seeds, positions, width, num_draws, self.dtype)
+        return self.mix_state(uniform, noise @ factor.T, 0.0, 1.0)
 
     def _embedding(self, embed_tokens: nn.Module) -> Tensor:
         """The first V rows of the target's embedding; rows of a packed one are looked up once."""

@@ -12,6 +12,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Triton reads it when it decorates a kernel: without a GPU its kernels run on the CPU, slowly.
+if not _has_cuda():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests that take minutes")
 
@@ -28,9 +39,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _skip(items: list[pytest.Item], reason: str) -> None:
     for item in items:
         item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

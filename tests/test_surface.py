@@ -95,6 +95,20 @@ def test_the_cache_is_made_as_published() -> None:
     assert made == "config batch_size max_length device dtype"
 
 
+def test_the_fused_step_is_made_of_plain_arguments() -> None:
+    from flashmap.modeling.select_flashmap import CHOICES, select_ops
+    from flashmap.modeling.step_flashmap import DenseContext, FusedStep
+
+    assert written(FusedStep.__init__) == (
+        "model embedding lm_head max_length * num_steps token_ids kernels fp8_weights fold_noise"
+    )
+    assert written(FusedStep.hidden) == "context positions * seeds noise num_draws"
+    assert written(FusedStep.write) == "context new anchors"
+    assert written(DenseContext.__init__) == "step kv lengths"
+    assert list(inspect.signature(select_ops).parameters) == ["device", "dtype", "choice"]
+    assert CHOICES == ("auto", "eager", "triton")
+
+
 def test_fields_of_the_configuration() -> None:
     names = written(flashmap.FlashMapConfig.__init__).split()
     assert names == [*CONFIG_FIELDS, "kwargs"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashmap.kernels.fused_flashmap import seeded_normal
+from flashmap.modeling.flow_flashmap import advance
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 
 from .blocks import Context, Target, build_context, encode_documents
@@ -236,5 +237,5 @@ class _Walker:
             logits = self.target.head(hidden.to(embedding.dtype))
             if t < 1.0:
                 delta = torch.softmax(logits, dim=-1, dtype=torch.float32)
-                state = ((1.0 - t) * state + (t - s) * delta) / (1.0 - s)
+                state = advance(state, delta, s, t)
         return logits

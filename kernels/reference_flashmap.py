@@ -1,0 +1,182 @@
+"""The fused operations of a drafting step in plain PyTorch: what each one computes and in which
+order it rounds. The Triton versions are held to these, and these to float64.
+
+None of them waits for the device, so a step made of them can be captured in a CUDA graph. A rotary
+table is a pair (cosines, sines), float32 (P, d / 2), a row a position.
+
+Legend: B sequences, G blocks (M noise draws a sequence: G = B M), K slots, R rows of a step, T
+context entries, L layers, A heads, d head width, C columns.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .fused_flashmap import apply_rope, rms_norm, seeded_normal
+
+Rope = tuple[Tensor, Tensor]
+FP8_MAX = 448.0  # largest number of float8_e4m3fn
+
+
+class KvLayout(NamedTuple):
+    """Where a context keeps its keys and values; entries are addressed by slot.
+
+    `keys[l]` and `values[l]` are views (blocks, page, A, d) of layer l's cache: slot s is row
+    s % page of block s // page. `offsets` (L, 2) is how many elements keys and values of each layer
+    begin after `keys[0]`, so that one pointer and one launch reach every layer.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    offsets: Tensor
+
+
+def kv_layout(keys: Sequence[Tensor], values: Sequence[Tensor]) -> KvLayout:
+    """The layout of caches with one key and one value view (blocks, page, A, d) a layer.
+
+    It waits for the device, so make it before a graph is captured; make it anew when a cache moves.
+
+    Raises:
+        ValueError: the layers differ in shape, strides, dtype or device, or a head's numbers are
+            not side by side.
+    """
+    for views in (keys, values):
+        kinds = {(view.shape, view.stride(), view.dtype, view.device) for view in views}
+        if len(kinds) != 1 or views[0].dim() != 4 or views[0].stride(3) != 1:
+            raise ValueError(
+                f"A context's layers must share one layout (blocks, page, heads, head width) with"
+                f" the head's numbers side by side, found {sorted(map(str, kinds))}."
+            )
+    start, size = keys[0].data_ptr(), keys[0].element_size()
+    offsets = [
+        [(view.data_ptr() - start) // size for view in layer]
+        for layer in zip(keys, values, strict=True)
+    ]
+    return KvLayout(keys, values, torch.tensor(offsets, device=keys[0].device))
+
+
+def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor, base: Tensor) -> Tensor:
+    """The drafter's input from noise `x` (R, C): base + gate * rms_norm(x), with `base` (1, C) or
+    (R, C) and one number `gate`. Norm, product and sum each round to the dtype of `x`."""
+    return base + gate * rms_norm(x, weight, eps)
+
+
+def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Layer norm of `x` (..., C) without weights, times `scale` (which holds 1 + scale), plus
+    `shift`. Norm (float32 inside), product and sum each round to the dtype of `x`."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * scale + shift
+
+
+def gated_adaln(
+    x: Tensor, branch: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The residual sum y = x + gate * branch of (R, C), and `adaln` of it for the next branch.
+    Product and sum each round to the dtype of `x`."""
+    total = x + gate * branch
+    return total, adaln(total, scale, shift, eps)
+
+
+def norm_rope(x: Tensor, weight: Tensor, eps: float, rope: Rope, positions: Tensor) -> Tensor:
+    """`rms_norm` of each head of `x` (R, A, d), rotated to its row's position (R). The norm rounds
+    as `rms_norm` does; the rotation is float32 and rounds once."""
+    cos, sin = rope
+    return apply_rope(rms_norm(x, weight, eps), cos[positions], sin[positions])
+
+
+def block_attention(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rope: Rope, positions: Tensor
+) -> Tensor:
+    """Self-attention inside each block, every slot onto every slot: (G, K, A, d).
+
+    `qkv` is (G, K, 3, A, d); queries and keys go through `norm_rope` at `positions` (G K). Scores
+    are float32, times d^-1/2; p = exp(score - largest) is float32 and rounds to the dtype of `qkv`
+    before it meets the values; the product is divided by the float32 sum of p and rounds once.
+    """
+    heads = qkv.flatten(0, 1)
+    query = norm_rope(heads[:, 0], q_weight, eps, rope, positions).view_as(qkv[:, :, 0])
+    key = norm_rope(heads[:, 1], k_weight, eps, rope, positions).view_as(qkv[:, :, 1])
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), qkv[:, :, 2].transpose(1, 2)
+    )
+    return out.transpose(1, 2)
+
+
+def context_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """Attention of `query` (G, K, A, d) onto the entries 0 .. lengths[b] of the context: the
+    committed ones and the anchor's, (G, K, A, d).
+
+    `key` and `value` are (B, A, T, d), `lengths` (B); neighbouring blocks share a sequence. Rounds
+    as `block_attention` does.
+    """
+    num_blocks, block_size = query.shape[:2]
+    rows = query.unflatten(0, (key.shape[0], -1)).flatten(1, 2).transpose(1, 2)
+    places = torch.arange(key.shape[2], device=key.device)
+    visible = (places <= lengths.unsqueeze(1))[:, None, None]
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=visible)
+    return out.transpose(1, 2).reshape(num_blocks, block_size, *query.shape[2:])
+
+
+def write_context(
+    kv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    rope: Rope,
+    layout: KvLayout,
+    scales: Tensor | None = None,
+) -> None:
+    """Write keys and values of context rows into the cache of every layer, in place.
+
+    `kv` is (T, L, 2, A, d): projected, neither normed nor rotated. Keys go through `norm_rope` with
+    `weight` (L, d) at `positions` (T); the rotated float32 number is stored in the cache's dtype
+    without a rounding between. In a float8_e4m3fn cache both are divided by `scales` (L, 2;
+    None: 1) first. Rows with a slot below 0 are skipped.
+    """
+    if len(slots) == 0:
+        return
+    # A skipped row repeats a kept one, as dropping it would make the host wait for its number.
+    kept = slots >= 0
+    rows = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
+    kv, places, kept = kv[rows], slots[rows].clamp(min=0), kept[rows, None, None]
+    cos, sin = (table[positions[rows]] for table in rope)
+    page = layout.keys[0].shape[1]
+    for layer, caches in enumerate(zip(layout.keys, layout.values, strict=True)):
+        key = apply_rope(rms_norm(kv[:, layer, 0], weight[layer], eps).float(), cos, sin)
+        for part, (new, cache) in enumerate(zip((key, kv[:, layer, 1]), caches, strict=True)):
+            if cache.dtype == torch.float8_e4m3fn:
+                scale = 1.0 if scales is None else scales[layer, part]
+                new = (new.float() / scale).clamp(-FP8_MAX, FP8_MAX)
+                # Bytes, because PyTorch cannot index float8 on every device.
+                new, cache = new.to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+            block, row = places // page, places % page
+            cache[block, row] = torch.where(kept, new.to(cache.dtype), cache[block, row])
+
+
+def block_noise(
+    seeds: Tensor, positions: Tensor, num_columns: int, num_draws: int, dtype: torch.dtype
+) -> Tensor:
+    """`seeded_normal` noise of M draws a sequence, side by side: (B M, K, C), drawn in float32 and
+    rounded to `dtype`, for `seeds` (B) and `positions` (B, K)."""
+    draws = [seeded_normal(seeds, positions, num_columns, draw) for draw in range(num_draws)]
+    return torch.stack(draws, dim=1).flatten(0, 1).to(dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` (R, C) as float8_e4m3fn and a float32 scale a row (R, 1): scale = max(largest, 1e-12)
+    times 1 / 448, x / scale clamped to 448 and rounded to nearest even."""
+    numbers = x.float()
+    scale = numbers.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) * (1.0 / FP8_MAX)
+    return (numbers / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+EAGER_OPS = {
+    operation.__name__: operation
+    for operation in (
+        rms_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention, context_attention,
+        write_context, block_noise, quantize_rows,
+    )
+}  # fmt: skip

@@ -1,0 +1,1 @@
+../kernels/linear_flashmap.py

@@ -1,0 +1,1 @@
+../kernels/select_flashmap.py
