@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", help="folder for what the browser tests see")
     parser.addoption("--run-slow", action="store_true", help="run the tests that take minutes")
 
 
