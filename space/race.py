@@ -232,10 +232,14 @@ def frames(events: Iterator[Event], seconds: float = FRAME_S) -> Iterator[list[E
     """The events in bundles, one every so many seconds; the first at once."""
     bundle: list[Event] = []
     due = 0.0
-    for event in events:
-        bundle.append(event)
-        if time.monotonic() >= due:
-            yield bundle
-            bundle, due = [], time.monotonic() + seconds
+    try:
+        for event in events:
+            bundle.append(event)
+            if time.monotonic() >= due:
+                yield bundle
+                bundle, due = [], time.monotonic() + seconds
+    except Exception:
+        yield bundle
+        raise
     if bundle:
         yield bundle

@@ -5,10 +5,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from board import Board, Words
-from race import FLASHMAP, PLAIN, Parting, Settings, Step
 from support import pair_folders
 from support.space_pairs import toy_pair
+
+from board import Board, Words
+from race import FLASHMAP, PLAIN, Parting, Settings, Step
 
 TOKENIZER = pair_folders.tokenizer()
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair import Pair
 from support.space_pairs import Watched, served, toy_pair
+
+from pair import Pair
 
 pytestmark = pytest.mark.browser
 PATIENCE_MS = 60_000
@@ -188,6 +189,7 @@ def test_errors_end_the_race_and_are_told(visit: Callable[..., Visitor]) -> None
 
 def test_zerogpu_errors_are_told_without_markup() -> None:
     import gradio as gr
+
     from app import explain
 
     quota = gr.Error("Over your quota. <a href='x'>Sign in</a>", title="ZeroGPU quota exceeded")

@@ -1,12 +1,16 @@
-"""The race: both sides decode what they should, in turns by their own clocks, and end when asked."""
+"""The race: both sides decode what they should, in turns by their own clocks, and end when
+asked."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import race as module
 import torch
+from support import pair_folders, toys
+from support.space_pairs import Watched, toy_pair
+
+import race as module
 from race import (
     FLASHMAP,
     GPU_MOST_S,
@@ -22,8 +26,6 @@ from race import (
     race,
     warm_up,
 )
-from support import pair_folders, toys
-from support.space_pairs import Watched, toy_pair
 
 pytestmark = pytest.mark.skipif(not toys.IS_V5, reason="the Space pins transformers 5")
 
@@ -238,3 +240,15 @@ def test_frames_bundle_events_and_lose_none(monkeypatch: pytest.MonkeyPatch) -> 
 
     bundles = [[event.tokens[0] for event in bundle] for bundle in frames(events(), 0.25)]  # type: ignore[union-attr]
     assert bundles == [[0], [1, 2, 3], [4, 5, 6]]
+
+
+def test_what_came_before_an_error_is_shown_before_it() -> None:
+    def events() -> Iterator[Step]:
+        yield from (Step(PLAIN, [number], 0, 0.1) for number in range(3))
+        raise RuntimeError("the wires are crossed")
+
+    seen: list[Any] = []
+    with pytest.raises(RuntimeError, match="wires"):
+        for bundle in frames(events(), 60.0):
+            seen += bundle
+    assert [event.tokens for event in seen] == [[0], [1], [2]]
