@@ -100,6 +100,7 @@ check: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy space
 	$(VENV)/bin/python -m pytest -q $(LAYOUT)
 
 fmt: $(READY)

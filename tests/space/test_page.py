@@ -1,10 +1,5 @@
-"""The page as a visitor has it: in a headless browser, and through its API.
+"""The page as a visitor has it: in a headless browser, and through its API, with a tiny pair."""
 
-Needs gradio, playwright and Debian's chromium: `make test-browser`. The screenshots of the last
-tests are of the embedded pair; one of them is README's.
-"""
-
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,95 +9,11 @@ from typing import Any
 
 import pytest
 from support.space_pairs import Watched, served, toy_pair
+from support.visitor import Visitor
 
 from pair import Pair
 
 pytestmark = pytest.mark.browser
-PATIENCE_MS = 60_000
-BENIGN = "Failed to load resource"  # of a stream that the page itself closed
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = shutil.which("chromium")
-        one = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield one
-        one.close()
-
-
-class Visitor:
-    """Somebody at the page; `complaints` is what the browser's console said."""
-
-    def __init__(self, tab: Any) -> None:
-        self.tab = tab
-        self.complaints: list[str] = []
-        tab.set_default_timeout(PATIENCE_MS)
-        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        tab.on("console", self._listen)
-
-    def _listen(self, message: Any) -> None:
-        if message.type in ("error", "warning") and BENIGN not in message.text:
-            self.complaints.append(message.text)
-
-    def open(self, address: str, theme: str = "light") -> None:
-        self.tab.goto(f"{address}?__theme={theme}")
-        self.tab.wait_for_selector("#start:not([disabled])")
-
-    def start(self) -> None:
-        self.tab.click("#start")
-        self.tab.wait_for_selector("#start[disabled]")
-
-    def text(self, side: str) -> str:
-        found: str = self.tab.locator(f"#text-{side} .prose").inner_text()
-        return found
-
-    def tokens(self, side: str) -> int:
-        """How many tokens the head of a pane counts."""
-        numbers = self.tab.locator(f".head.{side} .numbers span").all_inner_texts()
-        return next((int(one.split()[0]) for one in numbers if one.endswith(" tokens")), 0)
-
-    def status(self) -> str:
-        return str(self.tab.locator("#status .note").inner_text())
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"the page says {self.status()!r}"
-            self.tab.wait_for_timeout(50)
-
-    def wait_for_tokens(self) -> None:
-        self.wait_until(lambda: self.tokens("plain") > 0 and self.tokens("flashmap") > 0)
-
-    def wait_for_end(self) -> str:
-        self.tab.wait_for_selector("#start:not([disabled])")
-        return self.status()
-
-    def slide(self, label: str, value: int) -> None:
-        """Set a slider through its number field."""
-        field = self.tab.get_by_role("spinbutton", name=label)
-        field.fill(str(value))
-        field.press("Enter")
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[..., Visitor]]:
-    """Opens a page; in the end no console may have complained."""
-    visitors, contexts = [], []
-
-    def arrive(address: str, theme: str = "light", **context: Any) -> Visitor:
-        contexts.append(browser.new_context(viewport={"width": 1280, "height": 900}, **context))
-        visitors.append(Visitor(contexts[-1].new_page()))
-        visitors[-1].open(address, theme)
-        return visitors[-1]
-
-    yield arrive
-    complaints = [visitor.complaints for visitor in visitors]
-    for one in contexts:
-        one.close()
-    assert not any(complaints), complaints
 
 
 def slow_pair(seconds: float = 0.05, **changes: Any) -> tuple[Pair, Watched]:
@@ -127,7 +38,7 @@ def test_a_visit(visit: Callable[..., Visitor]) -> None:
         assert visitor.wait_for_end() == "Stopped. Up to there the texts are identical."
         assert visitor.tokens("flashmap") < 128
 
-        visitor.tab.get_by_role("button", name="Settings").first.click()
+        visitor.open_settings()
         visitor.slide("New tokens", 32)
         visitor.slide("Jumps", 3)
         visitor.start()
