@@ -235,17 +235,21 @@ def _explanation(pair: Pair) -> str:
         "</span> A colour is a round: the drafts that the model accepted, then the bonus token,"
         " which is the model's own. Point at one to see which.</p><details><summary>How the race"
         " is fair</summary><p>Two models that compute at once slow each other down, so the sides"
-        " take turns: the one with less time on its clock does its next pass of the model, and"
-        " only its own work counts. The prompt's pass counts too. Both use the same model object:"
-        f" {pair.dtype}, the same kind of cache, the same kernels. Plain decoding is a bare loop"
-        " without the costs of a library's generate. Before the first race both sides ran once."
-        f" A draft has {pair.block_size} tokens.</p></details></footer>"
+        " take turns: the one with less time on its clock does its next pass of the model, and a"
+        " clock counts only its own side's work, the pass over the prompt included. Rates and"
+        f" seconds are by these clocks. Both use the same model object: {pair.dtype}, the same kind"
+        " of cache, the same kernels. Plain decoding is a bare loop without the costs of a"
+        " library's generate. Before the first race both sides ran once. A draft has"
+        f" {pair.block_size} tokens.</p></details></footer>"
     )
 
 
 def main() -> None:
     """Load the pair, run both sides once and open the page."""
-    pair = load(choose(os.environ))
+    try:
+        pair = load(choose(os.environ))
+    except ValueError as error:
+        raise SystemExit(f"{error}") from None
     if not spaces.config.Config.zero_gpu:  # there a GPU comes with the first race
         warm_up(pair, encode(pair, next(iter(EXAMPLES.values()))))
     Page(pair).blocks.launch(theme=THEME, css_paths=STYLE, footer_links=LINKS, ssr_mode=False)

@@ -83,7 +83,7 @@ class Board:
         if side == FLASHMAP:
             numbers.append(("rounds", str(len(state.rounds))))
             numbers.append(("tokens a round", f"{state.acceptance_length:.2f}"))
-        numbers.append(("on its clock", f"{state.seconds:.1f} s"))
+        numbers.append(("s", f"{state.seconds:.1f}"))
         return heading(side, numbers)
 
     def score(self) -> str:
@@ -202,7 +202,7 @@ def plot(bars: list[str], counts: list[int], top: int) -> str:
     )
     return (
         '<figure class="plot"><figcaption>Tokens a round'
-        f"<small>of at most {top}; plain decoding adds 1</small></figcaption>"
+        f"<small>of at most {top}; their mean is the acceptance length</small></figcaption>"
         f'<div class="bars" style="--top:{top}" role="img" aria-label="{said}">'
         f'{"".join(bars)}<span class="one"></span>{line}</div></figure>'
     )

@@ -47,6 +47,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
         None,
     ),
     "cli": ({"flashmap"}, None),
+    "space": ({"flashmap.load_pair"}, None),
 }
 # The package's own modules, src/flashmap/*.py, stand between the rooms they offer and the rooms
 # that use them.

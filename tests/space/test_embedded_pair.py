@@ -57,27 +57,27 @@ def test_the_first_token_comes_soon(address: str, visit: Callable[..., Visitor])
 
 
 @pytest.mark.parametrize(
-    ("name", "theme", "width", "height"),
-    [("desktop", "light", 1120, 1010), ("dark", "dark", 1120, 1010), ("phone", "light", 390, 844)],
+    ("name", "theme", "width"),
+    [("desktop", "light", 1120), ("dark", "dark", 1120), ("phone", "light", 390)],
 )
 def test_how_it_looks(
-    name: str, theme: str, width: int, height: int,
+    name: str, theme: str, width: int,
     address: str, visit: Callable[..., Visitor], shots: Path,
 ) -> None:  # fmt: skip
     visitor = visit(address, theme)
-    visitor.tab.set_viewport_size({"width": width, "height": height})
+    visitor.tab.set_viewport_size({"width": width, "height": 844})
     visitor.open_settings()
     visitor.slide("New tokens", 64)
     visitor.open_settings()
     visitor.tab.get_by_role("button", name="Python").click()
     visitor.start()
     visitor.wait_until(lambda: visitor.tokens("flashmap") > 12)
-    visitor.tab.screenshot(path=shots / f"{name}-running.png", full_page=name == "phone")
+    visitor.tab.screenshot(path=shots / f"{name}-running.png", full_page=True)
     assert "texts" in visitor.wait_for_end()
     assert visitor.text("flashmap").startswith(visitor.text("plain")[:20])
     visitor.tab.locator("#text-flashmap .round").nth(4).hover()
     picture = shots / f"{name}.png"
-    visitor.tab.screenshot(path=picture, full_page=name == "phone")
+    visitor.tab.screenshot(path=picture, full_page=True)
     assert 10_000 < picture.stat().st_size < MOST_BYTES
     widths = visitor.tab.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert widths[0] <= widths[1]  # nothing has to be scrolled sideways
