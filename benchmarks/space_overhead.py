@@ -6,6 +6,9 @@ The same race of the embedded pair, once as a bare loop, once served by the page
 this machine to a client in another process, in turns of who begins. Tokens a second are of both
 sides together by the wall clock, from the first token to the last: what the page and its server do
 in between counts. The claim is a loss of at most 5 %. A browser's own work is the visitor's.
+
+Beside it, the share of the wall clock that passes between the sides' turns: what the page does then
+shows there on a busy machine too, where rates of two runs cannot be compared.
 """
 
 import argparse
@@ -16,9 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "space"))
 from decode_cpu import append_rows, machine
 
-SPACE = Path(__file__).resolve().parents[1] / "space"
+from pair import EMBEDDED, load
+from race import Settings, Step, encode, race, warm_up
+
 MOST_LOSS = 0.05
 PROMPT = "Write a short e-mail that asks a colleague for the slides of yesterday's meeting."
 CLIENT = """
@@ -36,17 +42,19 @@ class Clock:
 
     def __init__(self, race: Any) -> None:
         self.race = race
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens, self.seconds, self.between = 0, 0.0, 0.0
 
     def __call__(self, *args: Any) -> Any:
         """The race, watched."""
-        began, self.tokens = 0.0, 0
+        began, self.tokens, in_turns = 0.0, 0, 0.0
         for event in self.race(*args):
-            if began:
-                self.tokens += len(getattr(event, "tokens", ()))
-            else:
+            if not began:
                 began = time.perf_counter()
+            elif isinstance(event, Step):
+                self.tokens += len(event.tokens)
+                in_turns += event.seconds
             self.seconds = time.perf_counter() - began
+            self.between = 1 - in_turns / self.seconds if in_turns else 0.0
             yield event
 
     @property
@@ -57,10 +65,7 @@ class Clock:
 
 def measure(repeats: int, tokens: int) -> dict[str, Any]:
     """Median rates with and without the page, and the median loss of a pair of races."""
-    sys.path.insert(0, str(SPACE))
     import app
-    from pair import EMBEDDED, load
-    from race import Settings, encode, race, warm_up
 
     pair = load(EMBEDDED)
     ids, settings = encode(pair, PROMPT), Settings(max_new_tokens=tokens)
@@ -77,6 +82,7 @@ def measure(repeats: int, tokens: int) -> dict[str, Any]:
         def served(tokens: int = tokens) -> float:
             print((PROMPT, 1, 1, 0.0, tokens, 0), file=client.stdin, flush=True)
             assert client.stdout.readline() == "done\n"
+            between.append(clock.between)
             return clock.rate
 
         def bare() -> float:
@@ -84,6 +90,7 @@ def measure(repeats: int, tokens: int) -> dict[str, Any]:
                 pass
             return clock.rate
 
+        between: list[float] = []
         served(16)
         rates: dict[Any, list[float]] = {served: [], bare: []}
         for repeat in range(repeats):
@@ -98,6 +105,7 @@ def measure(repeats: int, tokens: int) -> dict[str, Any]:
         "bare_tokens_per_second": f"{statistics.median(rates[bare]):.2f}",
         "page_tokens_per_second": f"{statistics.median(rates[served]):.2f}",
         "loss": f"{statistics.median(losses):.4f}",
+        "between_turns": f"{statistics.median(between[1:]):.4f}",
     }
 
 

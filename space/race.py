@@ -238,7 +238,7 @@ def frames(events: Iterator[Event], seconds: float = FRAME_S) -> Iterator[list[E
             if time.monotonic() >= due:
                 yield bundle
                 bundle, due = [], time.monotonic() + seconds
-    except Exception:
+    except (RuntimeError, ValueError, MemoryError):  # what came before it was decoded
         yield bundle
         raise
     if bundle:

@@ -9,8 +9,6 @@ from pair import Names, Pair
 
 from . import pair_folders, toys
 
-LONG = 300  # tokens of a race that somebody stops
-
 
 def toy_pair(draft: Any = None, **changes: Any) -> Pair:
     """A tiny target with a byte-level tokenizer, and a drafter for it."""
