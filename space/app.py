@@ -76,14 +76,14 @@ class Page:
                 example_labels=list(EXAMPLES),
             )  # fmt: skip
             settings = _settings(pair)
-            self._total = gr.HTML(score("idle", "–", "press Race to see"), elem_id="total")
+            self._total = gr.HTML(score("idle"), elem_id="total")
+            self._status = gr.HTML(note("info", "Both sides answer one prompt."), elem_id="status")
             self._heads, self._texts = {}, {}
             with gr.Row():
                 for side in (PLAIN, FLASHMAP):
                     with gr.Column(elem_classes="pane", min_width=280):
-                        self._heads[side] = gr.HTML(heading(side, [("tokens/s", "–")]))
+                        self._heads[side] = gr.HTML(heading(side))
                         self._texts[side] = gr.HTML(elem_id=f"text-{side}", elem_classes="text")
-            self._status = gr.HTML(note("info", "Both sides answer one prompt."), elem_id="status")
             self._plot = gr.HTML(plot([], [], pair.block_size + 1), elem_id="plot")
             gr.HTML(_explanation(pair))
             self._result = gr.JSON(visible=False)
@@ -190,24 +190,26 @@ class Page:
 def _settings(pair: Pair) -> list[Any]:
     """The controls, in the order of `Settings`."""
     own = Settings()
-    with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Row():
+    look: dict[str, Any] = {"min_width": 260}
+    with gr.Accordion("Settings", open=False), gr.Row():
         jumps = gr.Slider(
-            1, pair.jumps, pair.draft.config.num_steps, step=1, label="Jumps",
-            info="Network passes a draft. More can draft better, and take longer.",
+            1, pair.jumps, pair.draft.config.num_steps, step=1, label="Jumps", buttons=[],
+            info="Network passes a draft. More can draft better, and take longer.", **look,
         )  # fmt: skip
         draws = gr.Slider(
-            1, MOST_DRAWS, own.num_draws, step=1, label="Draws",
-            info="Noise draws a draft, mixed into one proposal.",
+            1, MOST_DRAWS, own.num_draws, step=1, label="Draws", buttons=[],
+            info="Noise draws a draft, mixed into one proposal.", **look,
         )  # fmt: skip
         temperature = gr.Slider(
-            0, 1.5, own.temperature, step=0.1, label="Temperature",
-            info="0 always takes the likeliest token; then both texts can be compared.",
+            0, 1.5, own.temperature, step=0.1, label="Temperature", buttons=[],
+            info="0 always takes the likeliest token; then both texts can be compared.", **look,
         )  # fmt: skip
         tokens = gr.Slider(
-            16, MOST_TOKENS, own.max_new_tokens, step=16, label="New tokens", info="At most."
-        )
+            16, MOST_TOKENS, own.max_new_tokens, step=16, label="New tokens", buttons=[],
+            info="The longest text; it may end before.", **look,
+        )  # fmt: skip
         seed = gr.Number(
-            own.seed, precision=0, label="Seed", info="The same seed repeats the run.",
+            own.seed, precision=0, label="Seed", info="The same seed repeats the run.", **look,
         )  # fmt: skip
     return [jumps, draws, temperature, tokens, seed]
 

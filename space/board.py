@@ -5,6 +5,7 @@ and nowhere else: then only its end travels to the browser.
 """
 
 import html
+from collections.abc import Sequence
 from typing import Any
 
 from pair import Pair
@@ -79,6 +80,8 @@ class Board:
     def head(self, side: str) -> str:
         """A side's name and its numbers so far."""
         state = self.sides[side]
+        if not state.tokens:
+            return heading(side)
         numbers = [("tokens/s", f"{state.rate:.1f}"), ("tokens", str(len(state.tokens)))]
         if side == FLASHMAP:
             numbers.append(("rounds", str(len(state.rounds))))
@@ -90,7 +93,7 @@ class Board:
         """How many times as fast FlashMap is."""
         speedup = self.speedup
         if speedup is None:
-            return score("idle", "–", "both sides start")
+            return score("idle")
         if speedup < 1:
             return score("slower", f"{speedup:.2f}×", "slower than plain decoding today")
         return score("faster", f"{speedup:.2f}×", "the speed of plain decoding")
@@ -178,7 +181,7 @@ def describe(number: int, step: Step) -> str:
 TITLES = {PLAIN: "Plain decoding", FLASHMAP: "FlashMap"}
 
 
-def heading(side: str, numbers: list[tuple[str, str]]) -> str:
+def heading(side: str, numbers: Sequence[tuple[str, str]] = (("tokens/s", "–"),)) -> str:
     """The head of a pane: its first number large, the others in a line."""
     (unit, rate), *others = numbers
     small = "".join(f"<span><b>{value}</b> {name}</span>" for name, value in others)
@@ -188,7 +191,7 @@ def heading(side: str, numbers: list[tuple[str, str]]) -> str:
     )
 
 
-def score(kind: str, number: str, said: str) -> str:
+def score(kind: str, number: str = "–", said: str = "FlashMap against plain decoding") -> str:
     """The one large number; `kind` is "idle", "faster" or "slower"."""
     return f'<p class="score {kind}"><b>{number}</b> {said}</p>'
 
