@@ -1,5 +1,7 @@
 """The page as a visitor has it: in a headless browser, and through its API, with a tiny pair."""
 
+import inspect
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from support.space_pairs import Watched, served, toy_pair
 from support.visitor import Visitor
 
 from pair import Pair
+from race import Settings
 
 pytestmark = pytest.mark.browser
 
@@ -105,6 +108,30 @@ def test_zerogpu_errors_are_told_without_markup() -> None:
 
     quota = gr.Error("Over your quota. <a href='x'>Sign in</a>", title="ZeroGPU quota exceeded")
     assert explain(quota) == "ZeroGPU quota exceeded: Over your quota. Sign in"
+
+
+def test_zerogpu_gets_a_generator_of_plain_things_and_a_legal_duration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import spaces
+
+    from app import Page
+
+    seen: dict[str, Any] = {}
+
+    def decorator(duration: Callable[..., int]) -> Callable[[Any], Any]:
+        return lambda task: seen.update(task=task, duration=duration)
+
+    monkeypatch.setattr(spaces, "GPU", decorator)
+    pair, _ = slow_pair(0.0, fail_at=4)
+    Page(pair)
+    assert inspect.isgeneratorfunction(seen["task"])
+    # Arguments and results travel between two processes.
+    arguments = pickle.loads(pickle.dumps(([40, 41], Settings(max_new_tokens=9))))
+    assert 0 < seen["duration"](*arguments) <= 60
+    *bundles, message = pickle.loads(pickle.dumps(list(seen["task"](*arguments))))
+    assert message == "Something broke (RuntimeError). It is not your prompt; try again."
+    assert sum(step.side == "flashmap" for bundle in bundles for step in bundle) == 4
 
 
 def test_the_time_limit_ends_a_race(
