@@ -24,7 +24,7 @@ from pair import Pair
 PLAIN, FLASHMAP = "plain", "flashmap"
 WARM_UP_TOKENS = 8
 PROMPT_LIMIT = 1024  # tokens; a page is for short questions
-FRAME_S = 0.2  # between two pictures of the page; more of them would cost decoding time
+FRAME_S = 0.25  # between two pictures of the page; more of them would cost decoding time
 # GPU time of a race: before the first token, for a token on both sides, and at most.
 GPU_START_S, GPU_TOKEN_S, GPU_MOST_S = 15.0, 0.1, 60.0
 # Logits of a pass over several tokens are that many rounding steps from those of one over one.
