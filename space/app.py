@@ -32,7 +32,7 @@ EXAMPLES = {
     "Primes": "What is a prime number? Name the first ten.",
 }
 LIMIT_S = 120.0  # the longest race
-MOST_TOKENS, MOST_DRAWS, MOST_WAITING = 384, 8, 20
+MOST_TOKENS, MOST_DRAWS = 384, 8
 LINKS: list[Any] = ["api", "settings"]
 THEME = gr.themes.Base(
     primary_hue="indigo",
@@ -88,7 +88,6 @@ class Page:
             gr.HTML(_explanation(pair))
             self._result = gr.JSON(visible=False)
             self._connect(settings)
-        self.blocks.queue(max_size=MOST_WAITING)
 
     def _connect(self, settings: list[Any]) -> None:
         """What the buttons do."""
@@ -103,9 +102,11 @@ class Page:
             api_name="race", concurrency_limit=1,
             show_progress="minimal", show_progress_on=[self._status],
         )  # fmt: skip
-        running.failure(self._refuse, None, self._status, **quick)
-        # A step of its own: the browser ignores a start that comes before the run is over.
-        running.then(self._rest, None, [self._start, self._stop], **quick)
+        refused = running.failure(self._refuse, None, self._status, **quick)
+        # A step of its own: the browser ignores a start that comes before the run is over. After a
+        # failure only what waits for failures comes next.
+        for ended in (running, refused):
+            ended.then(self._rest, None, [self._start, self._stop], **quick)
         self._stop.click(self._ask_to_stop, None, self._stop, **quick)
 
     def run(
@@ -115,11 +116,11 @@ class Page:
         num_draws: int,
         temperature: float,
         max_new_tokens: int,
-        seed: int,
+        seed: int | None,
         request: gr.Request,
     ) -> Iterator[dict[Any, Any]]:
         """Decode `prompt` on both sides; yields changes of the page, whatever happens."""
-        settings = Settings(num_steps, num_draws, temperature, max_new_tokens, seed)
+        settings = Settings(num_steps, num_draws, temperature, max_new_tokens, seed or 0)
         board, end = Board(self._pair, settings), ""
         deadline = time.monotonic() + LIMIT_S
         yield self._shown(board, note("info", "Reading the prompt…"))
@@ -183,8 +184,8 @@ class Page:
         }
 
     def _refuse(self) -> str:
-        said = f"{MOST_WAITING} visitors are waiting already. Try again in a minute."
-        return note("bad", said)
+        """What kept a race from its start; what ends one, `run` says itself."""
+        return note("bad", "The race did not start. Reload the page and try again.")
 
 
 def _settings(pair: Pair) -> list[Any]:
@@ -194,11 +195,12 @@ def _settings(pair: Pair) -> list[Any]:
     with gr.Accordion("Settings", open=False), gr.Row():
         jumps = gr.Slider(
             1, pair.jumps, pair.draft.config.num_steps, step=1, label="Jumps", buttons=[],
-            info="Network passes a draft. More can draft better, and take longer.", **look,
+            info="Network passes a draft. More can draft better, and take longer.",
+            precision=0, **look,
         )  # fmt: skip
         draws = gr.Slider(
             1, MOST_DRAWS, own.num_draws, step=1, label="Draws", buttons=[],
-            info="Noise draws a draft, mixed into one proposal.", **look,
+            precision=0, info="Noise draws a draft, mixed into one proposal.", **look,
         )  # fmt: skip
         temperature = gr.Slider(
             0, 1.5, own.temperature, step=0.1, label="Temperature", buttons=[],
@@ -206,7 +208,7 @@ def _settings(pair: Pair) -> list[Any]:
         )  # fmt: skip
         tokens = gr.Slider(
             16, MOST_TOKENS, own.max_new_tokens, step=16, label="New tokens", buttons=[],
-            info="The longest text; it may end before.", **look,
+            precision=0, info="The longest text; it may end before.", **look,
         )  # fmt: skip
         seed = gr.Number(
             own.seed, precision=0, label="Seed", info="The same seed repeats the run.", **look,

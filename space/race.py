@@ -186,7 +186,7 @@ def _plain(
 ) -> Generator[tuple[list[int], int], None, None]:
     """The target's next token, again and again."""
     cache = DynamicCache(config=target.config.get_text_config())
-    random = torch.Generator(ids.device).manual_seed(settings.seed)
+    random = torch.Generator(ids.device).manual_seed(settings.seed % 2**64)
     stops = target.generation_config.eos_token_id
     stops = {stops} if isinstance(stops, int) else set(stops or ())
     for _ in range(settings.max_new_tokens):

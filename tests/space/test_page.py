@@ -146,11 +146,14 @@ def test_the_time_limit_ends_a_race(
 
 
 def test_two_visitors_at_once_both_finish(visit: Callable[..., Visitor]) -> None:
-    pair, _ = slow_pair(0.01)
+    pair, _ = slow_pair(0.05)
     with served(pair) as address:
         visitors = [visit(address), visit(address)]
-        for visitor in visitors:
-            visitor.start()
+        visitors[0].start()
+        visitors[0].wait_for_tokens()
+        visitors[1].start()
+        waiting = visitors[1].tab.locator("#status")
+        visitors[1].wait_until(lambda: "queue" in waiting.inner_text())
         for visitor in visitors:
             assert visitor.wait_for_end() == "Both texts are identical: all 128 tokens."
 
@@ -195,6 +198,34 @@ def test_ten_start_stop_cycles_leave_nothing_behind(visit: Callable[..., Visitor
         assert draft.closed == closed + 10
         assert threading.active_count() <= threads
         assert memory_mb() < memory + 16
+
+
+def test_an_empty_seed_is_a_seed(visit: Callable[..., Visitor]) -> None:
+    pair, _ = slow_pair(0.0)
+    with served(pair) as address:
+        visitor = visit(address)
+        visitor.open_settings()
+        visitor.slide("New tokens", 32)
+        visitor.tab.get_by_label("Seed").fill("")
+        visitor.start()
+        assert visitor.wait_for_end() == "Both texts are identical: all 32 tokens."
+
+
+def test_a_race_that_cannot_start_is_told(
+    visit: Callable[..., Visitor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise TypeError("no board")
+
+    pair, _ = slow_pair(0.0)
+    with served(pair) as address:
+        visitor = visit(address)
+        with monkeypatch.context() as patch:
+            patch.setattr("app.Board", broken)
+            visitor.start()
+            assert "The race did not start." in visitor.wait_for_end()
+        visitor.start()
+        assert visitor.wait_for_end() == "Both texts are identical: all 128 tokens."
 
 
 def test_programs_use_the_same_race() -> None:
