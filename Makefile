@@ -15,11 +15,14 @@ SHELL := /bin/bash
 
 VENV := .venv
 COMPAT := .venv-compat
+SPACE := .venv-space
 WHEEL_VENV := .venv-wheel
 READY := $(VENV)/.installed
 COMPAT_READY := $(COMPAT)/.installed
+SPACE_READY := $(SPACE)/.installed
 
 JOBS ?= 4
+SHOTS ?= out/screenshots
 ARGS ?=
 PYTEST := -m pytest -n logical --maxprocesses=$(JOBS)
 # Work for machines that not everybody has, or for more time than everybody has.
@@ -51,7 +54,7 @@ $(1)/bin/python $(PIP) install --constraint $(2) --editable '.[$(3)]'; \
 touch $(1)/.installed
 endef
 
-.PHONY: help demo demo-push test test-compat test-slow test-gpu check fmt wheel bench clean
+.PHONY: help demo demo-push space test test-compat test-browser test-slow test-gpu check fmt wheel bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -62,6 +65,9 @@ $(READY): pyproject.toml constraints/dev.txt
 $(COMPAT_READY): pyproject.toml constraints/compat.txt
 	@$(call ENVIRONMENT,$(COMPAT),constraints/compat.txt,demo$(comma)test)
 
+$(SPACE_READY): pyproject.toml constraints/space.txt
+	@$(call ENVIRONMENT,$(SPACE),constraints/space.txt,browser)
+
 comma := ,
 
 demo: $(READY)
@@ -70,6 +76,11 @@ demo: $(READY)
 # A release pushed to a Hub that runs on this machine, downloaded, and used.
 demo-push: $(READY)
 	@PYTHONPATH=tests $(VENV)/bin/python -m support.hub.demo
+
+# The page of space/, at the address that it prints. OpenMP's threads may not wait for each other for long: on a busy
+# machine every pass would take ten times as long.
+space: $(SPACE_READY)
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-10000} $(SPACE)/bin/python space/app.py $(ARGS)
 
 test: $(READY)
 	$(VENV)/bin/python $(PYTEST) -m "$(EVERYWHERE)" $(ARGS)
@@ -80,6 +91,11 @@ test-compat: $(COMPAT_READY)
 test-slow: $(READY)
 	$(VENV)/bin/python $(PYTEST) -m "slow and not gpu and not engine and not browser" --run-slow $(ARGS)
 
+# One process: the tests share the machine's clock. SHOTS is where the screenshots go.
+test-browser: $(SPACE_READY)
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+	GOMP_SPINCOUNT=10000 $(SPACE)/bin/python -m pytest -m "browser" --screenshots "$(SHOTS)" $(ARGS)
+
 # One process: the tests share the device.
 test-gpu: $(READY)
 	$(VENV)/bin/python -m pytest -m "gpu" --run-slow $(ARGS)
@@ -88,6 +104,7 @@ check: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy space
 	$(VENV)/bin/python -m pytest -q $(LAYOUT)
 
 fmt: $(READY)
@@ -107,5 +124,5 @@ bench: $(READY)
 	@for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS); done
 
 clean:
-	rm -rf $(VENV) $(COMPAT) $(WHEEL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPAT) $(SPACE) $(WHEEL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name '*.egg-info' -o -name __pycache__ | xargs rm -rf

@@ -24,6 +24,7 @@ if not _has_cuda():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", help="folder for what the browser tests see")
     parser.addoption("--run-slow", action="store_true", help="run the tests that take minutes")
 
 

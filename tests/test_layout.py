@@ -20,7 +20,7 @@ ROOMS = {
     if name.count(".") == 1
 }
 REMOTE_CODE = sorted((ROOT / "modeling").glob("*"))
-OTHER_CODE = ("src/flashmap", "tests", "benchmarks", "models", ".ci")
+OTHER_CODE = ("src/flashmap", "space", "tests", "benchmarks", "models", ".ci")
 MAX_LINES, WISHED_LINES = 500, 400
 MAX_FUNCTION, MAX_KERNEL = 60, 80
 
@@ -29,6 +29,7 @@ READS_ENVIRONMENT = {
     "src/flashmap/embedded.py": "the user's cache folder",
     "release/fresh.py": "what a fresh process inherits",
     "cli/main.py": "how OpenMP's threads wait, before torch is imported",
+    "space/app.py": "which pair a Space shows",
 }
 
 
@@ -41,7 +42,7 @@ def sources(*folders: str) -> list[Path]:
     return sorted(found)
 
 
-SHIPPED = sources("src/flashmap", *ROOMS.values())
+SHIPPED = sources("src/flashmap", "space", *ROOMS.values())
 ALL = sources(*OTHER_CODE, *ROOMS.values())
 Check = Callable[[str], list[str]]
 
