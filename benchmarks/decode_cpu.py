@@ -15,7 +15,6 @@ import argparse
 import csv
 import datetime
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,6 +25,7 @@ import torch
 import transformers
 
 from flashmap import load_pair
+from flashmap.machine import checkout_commit
 
 PROMPTS = ("List five tips for better sleep.", "Explain photosynthesis in simple terms.")
 MOST_RATIO, MOST_MEGABYTES = 1.15, 200.0
@@ -133,11 +133,7 @@ def measure(dtype: str, tokens: int) -> list[dict[str, Any]]:
 
 def commit() -> str:
     """The checkout's commit, shortened."""
-    folder = Path(__file__).parent  # the script may be run from elsewhere
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
-    )
-    return done.stdout.strip()
+    return (checkout_commit() or "")[:7]
 
 
 def machine() -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmap.checkpoint import CONFIG
+from flashmap.files import write_whole
 from flashmap.references import HUB_ID
 from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
@@ -212,9 +213,7 @@ def write_card(folder: Path, *, picture: bool = True) -> Written:
     before = read_file(folder, CARD) if path.exists() else None
     content = render_card(before, Facts.of(folder, record))
     if content != before:
-        scratch = path.with_name(f".{CARD}.part")
-        scratch.write_bytes(content)
-        scratch.replace(path)  # at no moment is what people wrote gone
+        write_whole(path, content)  # at no moment is what people wrote gone
         changed.append(CARD)
     if record and changed:
         refresh_record(folder, changed)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from support import pair_folders, toys
-from support.pair_folders import BROKEN_PAIRS, copy_pair, edit_json, write_drafter, write_target
+from support.pair_folders import (
+    BROKEN_PAIRS,
+    copy_pair,
+    edit_json,
+    write_drafter,
+    write_pair,
+    write_target,
+)
 
 import flashmap
 from flashmap import references
@@ -17,10 +24,7 @@ from flashmap.pair import check_tokenizer, vocabulary_hash
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    write_target(folder / "target")
-    write_drafter(folder / "draft")
-    return folder
+    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 def refusal(target: object, draft: object, *args: object) -> str:

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 from support.commands import run  # noqa: F401  # a fixture
-from support.pair_folders import write_drafter, write_target
+from support.pair_folders import write_pair
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli-pair")
-    write_target(folder / "target")
-    write_drafter(folder / "draft")
-    return folder
+    return write_pair(tmp_path_factory.mktemp("cli-pair"))

@@ -73,6 +73,13 @@ def write_drafter(folder: Path, dtype: torch.dtype = torch.float32, **changes: A
     return folder
 
 
+def write_pair(folder: Path) -> Path:
+    """Both, as target/ and draft/ of a folder."""
+    write_target(folder / "target")
+    write_drafter(folder / "draft")
+    return folder
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Change keys of a JSON file; None removes one."""
     value = {**json.loads(path.read_text()), **changes}

@@ -11,7 +11,7 @@ import torch
 from support.commands import Run
 from support.hub import pull_script
 from support.hub.server import LocalHub
-from support.pair_folders import write_drafter, write_target
+from support.pair_folders import write_pair
 
 from flashmap import load_pair
 from flashmap.release import bootstrap
@@ -22,10 +22,7 @@ PROMPT, TOKENS = "Why is the sky blue?", 24
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pushed-pair")
-    write_target(folder / "target")
-    write_drafter(folder / "draft")
-    return folder
+    return write_pair(tmp_path_factory.mktemp("pushed-pair"))
 
 
 def test_what_was_pushed_generates(pair: Path, tmp_path: Path, hub: LocalHub, run: Run) -> None:
