@@ -54,6 +54,18 @@ def d_pace_weights(nll_GK: Tensor, valid_GK: Tensor, confidence: float) -> Tenso
     return reached.flip(-1).cumsum(dim=-1).flip(-1) * valid_GK
 
 
+def acceptance_weights(accepted_GK: Tensor, valid_GK: Tensor) -> Tensor:
+    """Weights (G, K) of each slot's rejection under which a sum of slots falls as the expected
+    accepted length rises: w_j = sum over m >= j of the product of a_i over i <= m, i != j, the
+    derivative of `leading` by the chance a_j.
+
+    They carry no gradient. Slots that are not valid end the sum.
+    """
+    chance = accepted_GK.detach().clamp(min=1e-3)
+    reached = (chance * valid_GK).cumprod(dim=-1)
+    return reached.flip(-1).cumsum(dim=-1).flip(-1) / chance * valid_GK
+
+
 class Mixture(NamedTuple):
     """A mixture of the proposals of several noise draws, slot after slot.
 

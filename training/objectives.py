@@ -156,10 +156,16 @@ class Objective(ABC):
         loss, stats = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
         return loss, stats
 
-    def weigh(self, losses_GK: Tensor, nll_GK: Tensor, valid_GK: Tensor) -> Tensor:
-        """Sum of the slots' losses under the recipe's weights."""
+    def weigh(
+        self, losses_GK: Tensor, nll_GK: Tensor, valid_GK: Tensor, tv_GK: Tensor | None = None
+    ) -> Tensor:
+        """Sum of the slots' losses under the recipe's weights; `tv_GK` is the share of each slot
+        that sampling rejects, where it is known."""
         recipe = self.recipe
-        if recipe.slot_weights == "d-pace":
+        if recipe.slot_weights == "acceptance":
+            assert tv_GK is not None  # the recipe sees to it
+            weights = losses.acceptance_weights(1.0 - tv_GK, valid_GK)
+        elif recipe.slot_weights == "d-pace":
             weights = losses.d_pace_weights(nll_GK, valid_GK, recipe.confidence)
         elif recipe.slot_weights == "exponential":
             slots = losses.exponential_weights(self.block_size, recipe.decay, nll_GK.device)
@@ -195,7 +201,7 @@ class Product(Objective):
         if tv is not None:
             loss = loss + self.recipe.total_variation * tv
         right = logits.argmax(dim=-1) == tokens
-        return self.weigh(loss, nll, valid), statistics(nll, right, valid, tv)
+        return self.weigh(loss, nll, valid, tv), statistics(nll, right, valid, tv)
 
 
 class Mixture(Objective):
@@ -225,4 +231,4 @@ class Mixture(Objective):
             tv = 0.5 * (torch.softmax(wanted.float(), dim=-1) - q).abs().sum(dim=-1)
             loss = loss + self.recipe.total_variation * tv
         right = q.argmax(dim=-1) == tokens
-        return self.weigh(loss, nll, valid), statistics(nll, right, valid, tv)
+        return self.weigh(loss, nll, valid, tv), statistics(nll, right, valid, tv)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 OBJECTIVES = ("product", "mixture", "flow", "distillation")
 OPTIMIZERS = ("adamw", "muon")
-SLOT_WEIGHTS = ("uniform", "exponential", "d-pace")
+SLOT_WEIGHTS = ("uniform", "exponential", "d-pace", "acceptance")
 Table = TypeVar("Table")
 INF, TINY = float("inf"), 1e-12
 # Least and largest value of every number, or of every number in a list.
@@ -100,7 +100,8 @@ class LossRecipe:
             "flow" (the denoiser of stage 1) or "distillation" (the flow map of stage 2).
         cross_entropy: weight of the cross-entropy against the tokens.
         total_variation: weight of the distance to the target's distribution at temperature 1.
-        slot_weights: "uniform", "exponential" (exp(-(k - 1) / decay)) or "d-pace".
+        slot_weights: "uniform", "exponential" (exp(-(k - 1) / decay)), "d-pace", or "acceptance"
+            (the slope of the expected accepted length at temperature 1; needs a total variation).
         decay: slots over which exponential weights fall by e.
         confidence: share of the drafter's own confidence in D-PACE weights.
         num_draws: noise draws a block, for "mixture".
@@ -238,6 +239,10 @@ class Recipe:
         _require("loss.diagonal_share + loss.boundary_share", total, total <= 1.0, "at most 1")
         weights = (loss.cross_entropy, loss.total_variation)
         _require("loss.cross_entropy and total_variation", weights, max(weights) > 0, "not both 0")
+        known = loss.total_variation > 0.0 and loss.objective in ("product", "mixture")
+        fits = loss.slot_weights != "acceptance" or known
+        rule = "a product or mixture objective with total_variation above 0 for these weights"
+        _require("loss.slot_weights", loss.slot_weights, fits, rule)
         even = run.batch_size % run.num_shards == 0
         _require("run.batch_size", run.batch_size, even, f"a multiple of {run.num_shards} shards")
         _check_temperatures(data.temperatures)

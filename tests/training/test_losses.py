@@ -197,6 +197,20 @@ def test_d_pace_weights_carry_no_gradient() -> None:
     assert_near(found, weights)  # not the derivative of the weights too
 
 
+def test_acceptance_weights_are_the_slope_of_the_expected_accepted_length() -> None:
+    chance = torch.sigmoid(normal(4, 5, seed=3)).requires_grad_()
+    valid = torch.arange(5) < torch.tensor([5, 4, 1, 0])[:, None]
+    found = losses.acceptance_weights(chance, valid)
+    (slope,) = torch.autograd.grad(losses.leading(chance.double() * valid).sum(), chance)
+    assert not found.requires_grad
+    assert_near(found, slope)
+
+
+def test_acceptance_weights_are_finite_where_nothing_is_accepted() -> None:
+    found = losses.acceptance_weights(torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    assert_near(found, torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64), 2e-3)
+
+
 # Mixtures
 
 

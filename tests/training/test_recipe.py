@@ -121,6 +121,7 @@ def test_a_wrong_type_is_refused(override: str, words: list[str], tmp_path: Path
         ("loss.uniform_times=-1", "between 0 and 1"),
         ("loss.diagonal_share=0.8", "at most 1"),
         ("loss.cross_entropy=0", "not both 0"),
+        ("loss.slot_weights=acceptance", "total_variation above 0 for these weights"),
         ("loss.total_variation=-1", "0 or more"),
         ("run.rate=0", "above 0"),
         ("run.rate=nan", "above 0"),
