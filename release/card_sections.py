@@ -159,6 +159,7 @@ def training(facts: "Facts", licence: str) -> str | None:
         "requests from templates": data.get("num_prompts"),
         "requests that the target made up": data.get("num_own_prompts"),
         "files of own texts": len(data.get("files", [])) or None,
+        "folder(s) of other recipes' documents": len(data.get("other_folders", [])) or None,
     }
     requests = ", ".join(f"{count:,} {what}" for what, count in asked.items() if count)
     shares = ", ".join(
@@ -178,6 +179,7 @@ def training(facts: "Facts", licence: str) -> str | None:
         ),
         "Planned run": _named(
             run,
+            start="from `{}`",
             steps="{:,} steps",
             batch_size="{} texts",
             blocks="{} blocks each",

@@ -119,7 +119,7 @@ class DataMaker:
             "data": {
                 name: value
                 for name, value in dataclasses.asdict(self.data).items()
-                if name != "folder"
+                if name not in ("folder", "other_folders")
             },
             # They decide which requests are left out, and where texts are cut.
             "evaluation.prompts": self.recipe.evaluation.prompts,

@@ -134,16 +134,21 @@ def read_about(path: Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def read_documents(folder: Path) -> Documents:
-    """All documents of `folder`. Raises ValueError if there are none."""
+def document_files(folder: Path) -> list[Path]:
+    """The files of documents in `folder`, in order. Raises ValueError if there are none."""
     paths = sorted(path for path in folder.glob("*") if FILE.fullmatch(path.name))
     if not paths:
         raise ValueError(
             f"{folder} holds no documents-NNNNN.safetensors: make them with `flashmap train data`,"
             " or name another data.folder in the recipe."
         )
+    return paths
+
+
+def read_documents(*folders: Path) -> Documents:
+    """All documents of `folders`, one after the other. Raises ValueError if one has none."""
     files = []
-    for path in paths:
+    for path in (path for folder in folders for path in document_files(folder)):
         with safe_open(path, framework="pt") as file:
             names = Documents.__dataclass_fields__
             files.append(Documents(*(file.get_tensor(name) for name in names)))

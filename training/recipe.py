@@ -65,6 +65,7 @@ class DataRecipe:
 
     Attributes:
         folder: where the documents are kept.
+        other_folders: documents of other recipes, which training reads too.
         num_prompts: requests made from templates and answered by the target.
         num_own_prompts: requests that the target makes up itself, answered too.
         num_passages: paragraphs that the target writes first, to be summarised.
@@ -78,6 +79,7 @@ class DataRecipe:
     """
 
     folder: str = "training-data"
+    other_folders: Sequence[str] = ()
     num_prompts: int = 1000
     num_own_prompts: int = 0
     num_passages: int = 0

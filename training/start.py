@@ -24,7 +24,8 @@ def start_run(recipe: Recipe, seconds: float, *, cpu: bool, say: Callable[[str],
     from accelerate import Accelerator  # comes with the extra `train`
 
     accelerator = Accelerator(cpu=cpu)
-    documents = read_documents(Path(recipe.data.folder))
+    folders = (recipe.data.folder, *recipe.data.other_folders)
+    documents = read_documents(*map(Path, folders))
     target, tokenizer = prepare_target(recipe, accelerator.device)
     drafter, teacher = new_drafter(recipe, target, tokenizer)
     wrapped = wrap_target(target, drafter.config)

@@ -90,6 +90,12 @@ def test_from_nothing_to_a_measured_drafter(recipe: Path, run: Run) -> None:
     drafter = FlashMapDraftModel.from_pretrained(folder / "run" / "drafter")
     assert drafter.config.block_size == 3
 
+    twice = f'data.other_folders=["{folder / "data"}"]'
+    options = ("--cpu", "--set", "run.steps=1", "--set", f'run.folder="{folder / "more"}"')
+    more = run("train", "run", recipe, *options, "--set", twice)
+    assert more.status == 0, more.err
+    assert f", {2 * found['documents']:,} documents," in more.out + more.err
+
     done = run("train", "eval", recipe, "--json", "--device", "cpu", "--set", "run.steps=6")
     assert done.status == 0, done.err
     measured = document_of(done.out)

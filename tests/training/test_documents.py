@@ -77,6 +77,15 @@ def test_files_are_read_in_order_and_end_to_end(tmp_path: Path) -> None:
     assert rows_of(read_documents(tmp_path)) == ROWS + ROWS
 
 
+def test_folders_are_read_one_after_the_other(tmp_path: Path) -> None:
+    for name, rows in (("first", ROWS[:2]), ("second", ROWS[1:])):
+        (tmp_path / name).mkdir()
+        write_documents(document_file(tmp_path / name, 0), pack(rows, 65536), {})
+    assert rows_of(read_documents(tmp_path / "first", tmp_path / "second")) == ROWS[:2] + ROWS[1:]
+    with pytest.raises(ValueError, match="third holds no documents"):
+        read_documents(tmp_path / "first", tmp_path / "third")
+
+
 def test_some_can_be_selected() -> None:
     documents = pack(ROWS, 65536)
     assert rows_of(documents.select(torch.tensor([2, 0, 0]))) == [ROWS[2], ROWS[0], ROWS[0]]
