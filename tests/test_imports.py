@@ -45,6 +45,7 @@ DIRECTIONS: dict[str, tuple[set[str], set[str] | None]] = {
             "flashmap.training",
             "flashmap.modeling",
             "flashmap.kernels",
+            "flashmap.files",
             "flashmap.loops",
             "flashmap.machine",
             "flashmap.pair",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashmap.files import write_whole
 from flashmap.loops import cut_loop
 from flashmap.modeling.target_flashmap import num_embedding_rows
 from flashmap.prompts import MARK, encode_many, read_prompts
@@ -131,16 +132,14 @@ class DataMaker:
                 f"{self.folder} holds documents of another recipe ({path}): name another"
                 " data.folder, or remove that one."
             )
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
 
     def _stage(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Rows of `name`.jsonl, made if the file is not there."""
         path = self.folder / f"{name}.jsonl"
         if not path.is_file():
             text = "".join(json.dumps(row) + "\n" for row in make())
-            scratch = path.with_suffix(".part")
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(path)
+            write_whole(path, text.encode())
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def _requests(self) -> list[dict[str, Any]]:

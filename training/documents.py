@@ -1,11 +1,9 @@
 """Documents: the token ids that a drafter learns from, with what has to be known about each.
 
 A document is a prompt and the answer that follows it. They are kept in files of a few thousand,
-token ids end to end, in the fewest bytes that the vocabulary needs. A file is written under another
-name and renamed, so that it is there whole or not at all.
+token ids end to end, in the fewest bytes that the vocabulary needs.
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,9 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from flashmap.files import write_whole
 from flashmap.loops import cut_loop
 
 FILE = re.compile(r"documents-(\d{5})\.safetensors")
@@ -120,12 +119,8 @@ def document_file(folder: Path, number: int) -> Path:
 def write_documents(path: Path, documents: Documents, about: dict[str, str]) -> None:
     """Write one file, whole or not at all; `about` says how it was made and is compared on
     resuming."""
-    scratch = path.with_name(f".{path.name}.part")
     tensors = {name: getattr(documents, name) for name in Documents.__dataclass_fields__}
-    save_file(tensors, scratch, metadata=about)
-    with scratch.open("rb") as file:
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    write_whole(path, save(tensors, metadata=about))
 
 
 def read_about(path: Path) -> dict[str, str]:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flashmap.files import write_whole
+
 FILE, PICTURE = "log.jsonl", "log.png"
 
 
@@ -37,9 +39,7 @@ class Log:
         if self.writes:
             kept = [row for row in self.rows() if row["step"] <= step]
             text = "".join(json.dumps(row) + "\n" for row in kept)
-            scratch = self.path.with_suffix(".part")
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(self.path)
+            write_whole(self.path, text.encode())
 
     def plot(self) -> None:
         """Draw cross-entropy and acceptance over the steps, beside the log."""
