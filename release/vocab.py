@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from flashmap.files import only_writer
 from flashmap.manifest import file_sha256
 from flashmap.vocabulary import raise_counts, rank_tokens, write_draft_vocab
 
@@ -83,12 +84,19 @@ def rank_vocabulary(
     `wanted` is the share of tokens that the recommended size covers. Raises ValueError for a
     corpus, a target or a file that cannot be used, and when it is interrupted.
     """
-    started = time.monotonic()
     _require_sound(out, num_processes, wanted)
     about = read_target(target)
     files = corpus_files(corpus)
+    with only_writer(out):
+        return _rank(about, files, out, num_processes or _cores(), wanted, progress)
+
+
+def _rank(
+    about: Target, files: list[Path], out: Path, processes: int, wanted: float, progress: Progress
+) -> Vocabulary:
+    started = time.monotonic()
     before = _stats(files)
-    digests, tally = _count_corpus(about, files, out, num_processes or _cores(), progress)
+    digests, tally = _count_corpus(about, files, out, processes, progress)
     if _stats(files) != before:
         raise ValueError(
             "the corpus changed while it was counted: start again, nothing was written"

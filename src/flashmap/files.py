@@ -1,6 +1,8 @@
 """Files that are there whole or not at all, whatever happens to the disk or the process."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,6 +25,31 @@ def write_whole(path: Path, content: bytes) -> None:
         raise ValueError(
             f"{path} cannot be written: {error.strerror or error}; nothing was changed"
         ) from error
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keep other processes that ask here from writing `path` at the same time.
+
+    Raises ValueError if one is at it, or the folder cannot be written to.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"another process is making {path} right now: wait for it to end, or name another file"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        _remove(Path(lock.lock_file))  # while it is held: the next one makes its own
+        lock.release()
 
 
 def _remove(scratch: Path) -> None:

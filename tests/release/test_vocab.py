@@ -264,6 +264,21 @@ def test_a_corpus_that_changes_meanwhile_is_refused(target: Path, tmp_path: Path
     assert not out.exists()
 
 
+def test_a_second_run_with_the_same_result_is_told_to_wait(target: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "a.txt", tmp_path / "out.safetensors"
+    path.write_text("abc")
+    refused = []
+
+    def another(stage: str, done: int, total: int) -> None:
+        with pytest.raises(ValueError, match=r"another process is making .*out\.safetensors"):
+            rank_vocabulary(str(target), [path], out, num_processes=1)
+        refused.append(stage)
+
+    rank_vocabulary(str(target), [path], out, num_processes=1, progress=another)
+    assert "count" in refused and true_counts(out).equal(token_counts("abc"))
+    assert {file.name for file in tmp_path.glob(".*")} == set()
+
+
 def test_a_lost_process_is_told(pieces: Path, target: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
 
