@@ -7,6 +7,7 @@ any number of processes, in any order, stopped and continued, see the same texts
 
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,9 @@ def _read_bytes(piece: Piece) -> tuple[int, bytes]:
         whole_lines = piece.path.suffix == LINES
         start, stop = (_cut(file, at, size, whole_lines) for at in (piece.start, piece.stop))
         file.seek(start)
-        return start, file.read(stop - start)
+        content = file.read(stop - start)
+    mark = len(BOM_UTF8) if not start and content.startswith(BOM_UTF8) else 0  # from Windows
+    return start + mark, content[mark:]
 
 
 def _cut(file: IO[bytes], offset: int, size: int, whole_lines: bool) -> int:

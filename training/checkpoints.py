@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,7 +31,7 @@ FREE = {"log_every", "evaluate_every", "save_every", "compile", "chunk", "folder
 def save_checkpoint(folder: Path, recipe: Recipe, step: int, tensors: Mapping[str, Tensor]) -> None:
     """Write the state after `step` updates, whole or not at all, and drop older ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    scratch, path = folder / f".step-{step:08d}.part", folder / f"step-{step:08d}"
+    scratch, path = folder / f".step-{step:08d}.part", checkpoint_path(folder, step)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch / STATE)
@@ -42,13 +43,13 @@ def save_checkpoint(folder: Path, recipe: Recipe, step: int, tensors: Mapping[st
     shutil.rmtree(path, ignore_errors=True)
     scratch.replace(path)
     for old in _steps(folder)[:-KEPT]:
-        shutil.rmtree(folder / f"step-{old:08d}")
+        shutil.rmtree(checkpoint_path(folder, old))
 
 
 def newest_checkpoint(folder: Path, recipe: Recipe) -> tuple[int, dict[str, Tensor]] | None:
     """Number of updates and state of the newest checkpoint, or None if there is none.
 
-    Raises ValueError if it was made under a recipe that would have led elsewhere.
+    Raises ValueError if it is damaged, or was made under a recipe that would have led elsewhere.
     """
     if not folder.is_dir():
         return None
@@ -57,15 +58,31 @@ def newest_checkpoint(folder: Path, recipe: Recipe) -> tuple[int, dict[str, Tens
     steps = _steps(folder)
     if not steps:
         return None
-    path = folder / f"step-{steps[-1]:08d}"
-    about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-    differing = sorted(_differences(about["recipe"], dataclasses.asdict(recipe)))
+    path = checkpoint_path(folder, steps[-1])
+    try:
+        made_under = json.loads((path / ABOUT).read_text(encoding="utf-8"))["recipe"]
+        tensors = load_file(path / STATE)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise damaged(path, error) from error
+    differing = sorted(_differences(made_under, dataclasses.asdict(recipe)))
     if differing:
         raise ValueError(
             f"{path} was made with another recipe ({', '.join(differing)}), so this run cannot go"
             " on from it: name another run.folder, or remove that one."
         )
-    return steps[-1], load_file(path / STATE)
+    return steps[-1], tensors
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the state after `step` updates is kept."""
+    return folder / f"step-{step:08d}"
+
+
+def damaged(path: Path, why: object) -> ValueError:
+    """The error for a checkpoint that cannot be gone on from."""
+    return ValueError(
+        f"{path} is damaged ({why}): remove it, and the run goes on from the one before it."
+    )
 
 
 def _steps(folder: Path) -> list[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmap.files import write_whole
+from flashmap.files import only_writer, write_whole
 from flashmap.loops import cut_loop
 from flashmap.modeling.target_flashmap import num_embedding_rows
 from flashmap.prompts import MARK, encode_many, read_prompts
@@ -30,6 +30,7 @@ from .user_data import read_user_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+RECIPE = "recipe.json"  # what a folder of documents was made by
 BATCHES_A_FILE = 4
 PASSAGE_TOKENS = 160
 OWN_PROMPT_MIN_P = 0.02  # keeps the target's made-up requests readable
@@ -76,8 +77,12 @@ class DataMaker:
         self.decoder: Decoder | None = None
 
     def run(self) -> None:
-        """Make what is missing. Raises ValueError where the folder holds other documents."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Make what is missing. Raises ValueError where the folder holds other documents, or
+        another process is at it."""
+        with only_writer(self.folder / RECIPE):
+            self._run()
+
+    def _run(self) -> None:
         self._require_same_recipe()
         if self.data.files:
             self._user_files()
@@ -113,7 +118,7 @@ class DataMaker:
 
     def _require_same_recipe(self) -> None:
         """The folder's recipe is written once; another one must not add to its documents."""
-        path = self.folder / "recipe.json"
+        path = self.folder / RECIPE
         asked = {
             "target": self.recipe.target,
             "seed": self.recipe.seed,
@@ -126,13 +131,13 @@ class DataMaker:
             "evaluation.prompts": self.recipe.evaluation.prompts,
             "run.max_length": self.recipe.run.max_length if self.data.files else None,
         }
-        text = json.dumps(asked, indent=2, sort_keys=True, default=list)
-        if path.is_file() and path.read_text(encoding="utf-8") != text:
+        content = json.dumps(asked, indent=2, sort_keys=True, default=list).encode()
+        if path.is_file() and path.read_bytes() != content:
             raise ValueError(
                 f"{self.folder} holds documents of another recipe ({path}): name another"
                 " data.folder, or remove that one."
             )
-        write_whole(path, text.encode())
+        write_whole(path, content)
 
     def _stage(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Rows of `name`.jsonl, made if the file is not there."""
@@ -140,7 +145,12 @@ class DataMaker:
         if not path.is_file():
             text = "".join(json.dumps(row) + "\n" for row in make())
             write_whole(path, text.encode())
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): remove it, and it is made again."
+            ) from error
 
     def _requests(self) -> list[dict[str, Any]]:
         data, seed = self.data, self.recipe.seed
@@ -301,6 +311,15 @@ class DataMaker:
 def _bare(text: str) -> str:
     """Letters and digits only, to compare requests."""
     return "".join(character for character in text.lower() if character.isalnum())
+
+
+def made_for(folder: Path) -> str | None:
+    """The target that the documents of `folder` were made for, if that is written down."""
+    try:
+        target: str = json.loads((folder / RECIPE).read_text(encoding="utf-8"))["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return target
 
 
 def file_counts(folder: Path) -> dict[str, float]:

@@ -5,12 +5,14 @@ token ids end to end, in the fewest bytes that the vocabulary needs.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -73,6 +75,16 @@ class Documents:
         counted &= ~self.held_out.repeat_interleave(lengths)
         return torch.bincount(self.tokens.to(torch.int32)[counted], minlength=vocab_size)
 
+    def require_known(self, vocab_size: int) -> None:
+        """Raise ValueError for token ids that are not below `vocab_size`."""
+        highest = int(self.tokens.to(torch.int32).max()) if len(self.tokens) else 0
+        if highest >= vocab_size:
+            raise ValueError(
+                f"the documents hold token id {highest}, the drafter's vocabulary ends before"
+                f" {vocab_size}: they were made for another target; name theirs, or make new ones"
+                " in another data.folder."
+            )
+
     def select(self, chosen: Tensor) -> "Documents":
         """The documents at these indices or under this mask."""
         indices = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen
@@ -124,9 +136,20 @@ def write_documents(path: Path, documents: Documents, about: dict[str, str]) -> 
 
 
 def read_about(path: Path) -> dict[str, str]:
-    """How the documents in `path` were made."""
-    with safe_open(path, framework="pt") as file:
+    """How the documents in `path` were made. Raises ValueError for a damaged file."""
+    with _opened(path) as file:
         return dict(file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): remove it, and `flashmap train data` makes it again."
+        ) from error
 
 
 def document_files(folder: Path) -> list[Path]:
@@ -141,10 +164,11 @@ def document_files(folder: Path) -> list[Path]:
 
 
 def read_documents(*folders: Path) -> Documents:
-    """All documents of `folders`, one after the other. Raises ValueError if one has none."""
+    """All documents of `folders`, one after the other. Raises ValueError if one has none, or a
+    damaged file."""
     files = []
     for path in (path for folder in folders for path in document_files(folder)):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             names = Documents.__dataclass_fields__
             files.append(Documents(*(file.get_tensor(name) for name in names)))
     starts = torch.tensor([0, *(len(file.tokens) for file in files)]).cumsum(0).tolist()

@@ -24,14 +24,16 @@ class Log:
                 file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows; a last line that a kill cut short is left out."""
+        """All rows; what follows a line that a kill cut short is left out."""
         rows = []
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
-                    rows.append(json.loads(line))
-                except ValueError:
+                    row = json.loads(line)
+                    int(row["step"])
+                except (ValueError, TypeError, KeyError):
                     break
+                rows.append(row)
         return rows
 
     def forget_after(self, step: int) -> None:

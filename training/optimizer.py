@@ -132,7 +132,11 @@ class Optimizer:
         return dict(zip(STATE, kept, strict=True))
 
     def load(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Continue from `state()` as it was after `step` updates."""
+        """Continue from `state()` as it was after `step` updates. Raises ValueError for tensors
+        that are not this model's."""
+        wanted = {name: tensor.shape for name, tensor in self.state().items()}
+        if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
+            raise ValueError("its tensors are not those of this drafter and optimizer")
         for name, kept in zip(STATE, (self.master, self.average, self.muon.momentum), strict=False):
             kept.copy_(tensors[name])
         found = {name: tensors[name].split(self.sizes[1:]) for name in MOMENTS}

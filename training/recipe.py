@@ -5,6 +5,8 @@ misspelt setting is never quietly ignored.
 """
 
 import dataclasses
+import math
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,47 +17,48 @@ from typing import Any, TypeVar
 OBJECTIVES = ("product", "mixture", "flow", "distillation")
 OPTIMIZERS = ("adamw", "muon")
 SLOT_WEIGHTS = ("uniform", "exponential", "d-pace", "acceptance")
+SIZE = re.compile(r"[0-9]+[KMGT]B")
 Table = TypeVar("Table")
-INF, TINY = float("inf"), 1e-12
+HUGE, TINY = 1e30, 1e-12  # what float32 can hold, with room to compute
 # Least and largest value of every number, or of every number in a list.
 RANGES: dict[tuple[str, str], tuple[float, float]] = {
-    ("data", "num_prompts"): (0, INF),
-    ("data", "num_own_prompts"): (0, INF),
-    ("data", "num_passages"): (0, INF),
+    ("data", "num_prompts"): (0, HUGE),
+    ("data", "num_own_prompts"): (0, HUGE),
+    ("data", "num_passages"): (0, HUGE),
     ("data", "held_out_share"): (0, 1),
-    ("data", "max_prompt_tokens"): (1, INF),
-    ("data", "max_new_tokens"): (1, INF),
-    ("data", "batch_size"): (1, INF),
-    ("loss", "cross_entropy"): (0, INF),
-    ("loss", "total_variation"): (0, INF),
-    ("loss", "decay"): (TINY, INF),
+    ("data", "max_prompt_tokens"): (1, HUGE),
+    ("data", "max_new_tokens"): (1, HUGE),
+    ("data", "batch_size"): (1, HUGE),
+    ("loss", "cross_entropy"): (0, HUGE),
+    ("loss", "total_variation"): (0, HUGE),
+    ("loss", "decay"): (TINY, HUGE),
     ("loss", "confidence"): (0, 1),
-    ("loss", "num_draws"): (1, INF),
+    ("loss", "num_draws"): (1, HUGE),
     ("loss", "diagonal_share"): (0, 1),
     ("loss", "boundary_share"): (0, 1),
     ("loss", "uniform_times"): (0, 1),
-    ("run", "steps"): (1, INF),
-    ("run", "batch_size"): (1, INF),
-    ("run", "num_shards"): (1, INF),
-    ("run", "blocks"): (1, INF),
-    ("run", "max_length"): (2, INF),
-    ("run", "rate"): (TINY, INF),
+    ("run", "steps"): (1, HUGE),
+    ("run", "batch_size"): (1, HUGE),
+    ("run", "num_shards"): (1, HUGE),
+    ("run", "blocks"): (1, HUGE),
+    ("run", "max_length"): (2, HUGE),
+    ("run", "rate"): (TINY, HUGE),
     ("run", "warm_up"): (0, 1),
     ("run", "final_rate"): (0, 1),
-    ("run", "weight_decay"): (0, INF),
+    ("run", "weight_decay"): (0, HUGE),
     ("run", "beta2"): (0, 1 - TINY),
-    ("run", "clip"): (TINY, INF),
+    ("run", "clip"): (TINY, HUGE),
     ("run", "average"): (0, 1),
-    ("run", "chunk"): (0, INF),
-    ("run", "log_every"): (1, INF),
-    ("run", "evaluate_every"): (1, INF),
-    ("run", "save_every"): (0, INF),
-    ("run", "collapse_after"): (0, INF),
-    ("evaluation", "max_new_tokens"): (1, INF),
-    ("evaluation", "temperatures"): (0, INF),
-    ("evaluation", "num_steps"): (1, INF),
-    ("evaluation", "num_draws"): (1, INF),
-    ("evaluation", "samples"): (1, INF),
+    ("run", "chunk"): (0, HUGE),
+    ("run", "log_every"): (1, HUGE),
+    ("run", "evaluate_every"): (1, HUGE),
+    ("run", "save_every"): (0, HUGE),
+    ("run", "collapse_after"): (0, HUGE),
+    ("evaluation", "max_new_tokens"): (1, HUGE),
+    ("evaluation", "temperatures"): (0, HUGE),
+    ("evaluation", "num_steps"): (1, HUGE),
+    ("evaluation", "num_draws"): (1, HUGE),
+    ("evaluation", "samples"): (1, HUGE),
 }
 
 
@@ -233,7 +236,10 @@ class Recipe:
         for (table, name), (least, most) in RANGES.items():
             value = getattr(getattr(self, table), name)
             for one in value if isinstance(value, tuple) else [value]:
-                _require(f"{table}.{name}", value, least <= one <= most, _rule(least, most))
+                rule = f"at most {most:g}" if one > HUGE else _rule(least, most)
+                _require(f"{table}.{name}", value, least <= one <= most, rule)
+        _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a number of 64 bits")
+        _require("run.shard_size", run.shard_size, SIZE.fullmatch(run.shard_size), 'as in "16MB"')
         for name in ("num_steps", "num_draws", "temperatures"):
             listed = getattr(evaluation, name)
             _require(f"evaluation.{name}", listed, len(listed) > 0, "at least one value")
@@ -256,7 +262,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises ValueError for a file that cannot be read, unknown keys and values out of range.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"recipe {path} cannot be read: {error}") from error
     for override in overrides:
@@ -335,10 +341,10 @@ def _checked(value: Any, hint: Any, label: str) -> Any:
 
 def _check_temperatures(shares: Mapping[str, float]) -> None:
     try:
-        numbers = [(float(temperature), float(share)) for temperature, share in shares.items()]
+        numbers = [(float(temperature), share + 0.0) for temperature, share in shares.items()]
     except (TypeError, ValueError):
         numbers = []
-    valid = all(temperature >= 0.0 and share >= 0.0 for temperature, share in numbers)
+    valid = all(one >= 0.0 and math.isfinite(one) for pair in numbers for one in pair)
     _require(
         "data.temperatures",
         dict(shares),
@@ -348,7 +354,7 @@ def _check_temperatures(shares: Mapping[str, float]) -> None:
 
 
 def _rule(least: float, most: float) -> str:
-    if most < INF:
+    if most < HUGE:
         return f"between {least:g} and {most:g}"
     return {TINY: "above 0", 0: "0 or more"}.get(least, f"at least {least:g}")
 
@@ -357,6 +363,6 @@ def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
     _require(name, value, value in choices, f"one of {', '.join(choices)}")
 
 
-def _require(name: str, value: Any, valid: bool, rule: str) -> None:
+def _require(name: str, value: Any, valid: object, rule: str) -> None:
     if not valid:
         raise ValueError(f"{name} is {value!r}, expected {rule}")

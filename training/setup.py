@@ -1,5 +1,6 @@
 """What a run starts from: the target, a drafter for it, documents, and where to compute."""
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,7 @@ from flashmap.modeling.target_flashmap import (
     num_embedding_rows,
     text_config,
 )
-from flashmap.pair import load_target, vocabulary_hash
-from flashmap.quiet import quiet
+from flashmap.pair import load_drafter, load_target, vocabulary_hash
 from flashmap.schedule import jump_grids
 
 from .blocks import Target
@@ -52,7 +52,7 @@ def drafter_config(
         "target_vocab_hash": vocabulary_hash(tokenizer),
         "num_target_layers": depth,
     }
-    known = set(FlashMapConfig().to_dict()) | decided.keys()
+    known = set(inspect.signature(FlashMapConfig.__init__).parameters) - {"self", "kwargs"}
     unknown = sorted(recipe.drafter.keys() - known)
     if unknown:
         raise ValueError(
@@ -99,11 +99,7 @@ def new_drafter(
     config, run = drafter_config(recipe, target, tokenizer), recipe.run
     dtype = getattr(torch, run.dtype)
     if run.start:
-        folder = Path(run.start)
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"run.start is {run.start!r}, which holds no drafter (config.json)")
-        with quiet():
-            drafter = FlashMapDraftModel.from_pretrained(folder)
+        drafter = _read_start(run.start)
         if recipe.loss.objective != "product" and abs(drafter.noise_gate.item()) < CLOSED:
             torch.nn.init.ones_(drafter.noise_gate)  # what the other objectives read the state by
         _require_same_shape(drafter.config, config, run.start)
@@ -113,14 +109,21 @@ def new_drafter(
         if recipe.loss.objective == "product":
             with torch.no_grad():
                 drafter.noise_gate.zero_()
+    # What a first stage leaves is not fit to be released, and says so.
+    drafter.config.flow_map = recipe.loss.objective != "flow"
     move: Any = {"device": target.device, "dtype": dtype}
     drafter = drafter.to(**move)
     teacher = None
     if recipe.loss.objective == "distillation" and run.start:
-        with quiet():
-            teacher = FlashMapDraftModel.from_pretrained(Path(run.start))
-        teacher = teacher.to(**move).eval().requires_grad_(False)
+        teacher = _read_start(run.start).to(**move).eval().requires_grad_(False)
     return drafter, teacher
+
+
+def _read_start(start: str) -> Any:
+    try:
+        return load_drafter(Path(start))
+    except ValueError as error:
+        raise ValueError(f"run.start is {start!r}, which holds no drafter: {error}") from error
 
 
 def _require_same_shape(found: FlashMapConfig, asked: FlashMapConfig, start: str) -> None:

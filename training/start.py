@@ -2,18 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashmap import machine
+from flashmap.files import only_writer
 from flashmap.pair import load_pair
 from flashmap.prompts import read_prompts
 
+from .data import made_for
 from .documents import read_documents
 from .evaluation import Progress, evaluate_loop, evaluate_walks
 from .recipe import Recipe
 from .setup import new_drafter, prepare_target, wrap_target
 from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def start_run(recipe: Recipe, seconds: float, *, cpu: bool, say: Callable[[str], None]) -> None:
@@ -24,21 +30,36 @@ def start_run(recipe: Recipe, seconds: float, *, cpu: bool, say: Callable[[str],
     from accelerate import Accelerator  # comes with the extra `train`
 
     accelerator = Accelerator(cpu=cpu)
+    writer = only_writer(Path(recipe.run.folder) / "checkpoints")
+    with writer if accelerator.is_main_process else nullcontext():
+        _train(recipe, seconds, accelerator, say)
+
+
+def _train(
+    recipe: Recipe, seconds: float, accelerator: "Accelerator", say: Callable[[str], None]
+) -> None:
     folders = (recipe.data.folder, *recipe.data.other_folders)
     documents = read_documents(*map(Path, folders))
     target, tokenizer = prepare_target(recipe, accelerator.device)
     drafter, teacher = new_drafter(recipe, target, tokenizer)
+    documents.require_known(drafter.config.vocab_size)
     wrapped = wrap_target(target, drafter.config)
 
     def report(line: str) -> None:
         if accelerator.is_main_process:
             say(line)
 
+    for folder in folders:
+        if (other := made_for(Path(folder)) or recipe.target) != recipe.target:
+            report(
+                f"{folder} was made for target {other!r} and the recipe names {recipe.target!r}: if"
+                " they are not the same model, the drafter learns what its target does not say."
+            )
     count = sum(parameter.numel() for parameter in drafter.parameters())
     report(f"{count:,} parameters, {len(documents):,} documents, on {accelerator.device}")
     trainer = Trainer(recipe, wrapped, drafter, teacher, documents, accelerator, report)
     done = trainer.run(seconds)
-    report(f"step {done} of {recipe.run.steps}; the drafter is in {trainer.folder / 'drafter'}")
+    report(f"step {done} of {recipe.run.steps}; the drafter is in {trainer.drafter}")
 
 
 def start_evaluation(

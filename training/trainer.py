@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
@@ -23,7 +24,14 @@ from flashmap.quiet import quiet
 
 from .attention import forwards
 from .blocks import Blocks, Target, draw_blocks
-from .checkpoints import newest_checkpoint, save_checkpoint, seed_of, seeded
+from .checkpoints import (
+    checkpoint_path,
+    damaged,
+    newest_checkpoint,
+    save_checkpoint,
+    seed_of,
+    seeded,
+)
 from .documents import Documents
 from .log import Log
 from .objectives import Result
@@ -55,7 +63,8 @@ class Trainer:
 
     Raises:
         ValueError: the shards cannot be shared by the processes, or there is nothing to learn from.
-        TrainingError: the loss is not finite, or the drafter says the same everywhere.
+        TrainingError: the loss is not finite, the drafter says the same everywhere, or the disk is
+            full.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Trainer:
         self.objective = make_objective(recipe.loss, model, target, teacher, run)
         self.optimizer = Optimizer(model, run)
         self.folder = Path(run.folder)
+        self.checkpoints, self.drafter = self.folder / "checkpoints", self.folder / "drafter"
         self.log = Log(self.folder, accelerator.is_main_process)
         # One layer is compiled for all. Evaluation, whose shapes vary, does without.
         self.layers = list(decoder_layers(target.model))
@@ -192,11 +202,20 @@ class Trainer:
     def run(self, seconds: float = math.inf) -> int:
         """Train from the newest checkpoint to the last step, or for about this long; gives the
         number of steps done."""
+        try:
+            return self._run(seconds)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"{self.folder} cannot be written to ({error}): make room, and run again; it goes"
+                " on from the last whole checkpoint."
+            ) from error
+
+    def _run(self, seconds: float) -> int:
         run, started = self.recipe.run, time.monotonic()
         step: int = self._resume()
         saved = clock = started
         (over,) = self._agreed(seconds <= 0)
-        if over:
+        if over and not checkpoint_path(self.checkpoints, step).is_dir():
             self.save(step)
         while step < run.steps and not over:
             values, norm = self.step(step)
@@ -225,13 +244,17 @@ class Trainer:
         return [count > 0 for count in total.tolist()]
 
     def _resume(self) -> int:
-        found = newest_checkpoint(self.folder / "checkpoints", self.recipe)
+        found = newest_checkpoint(self.checkpoints, self.recipe)
         step = 0
         if found is not None:
             step, tensors = found
-            self.rows = list(tensors.pop(ROWS).to(self.accelerator.device))
-            self.optimizer.load(tensors, step)
+            try:
+                self.rows = list(tensors.pop(ROWS).to(self.accelerator.device))
+                self.optimizer.load(tensors, step)
+            except (KeyError, ValueError) as error:
+                raise damaged(checkpoint_path(self.checkpoints, step), error) from error
             self.report(f"going on from step {step}")
+            self._write_drafter()  # a kill may have come between the checkpoint and it
         self.log.forget_after(step)
         return step
 
@@ -243,8 +266,7 @@ class Trainer:
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainingError(
                 f"the loss is {loss} and the gradient's norm {norm} between steps {step - count}"
-                f" and {step}. The last good state is in {self.folder / 'checkpoints'}: continue"
-                " from it with a lower run.rate or run.clip."
+                f" and {step}. {self._way_back()}, with a lower run.rate or run.clip."
             )
         run, block = self.recipe.run, self.model.config.block_size
         slots = count * run.batch_size * run.blocks * self.objective.num_draws * block
@@ -285,8 +307,7 @@ class Trainer:
             raise TrainingError(
                 f"the drafter has collapsed by step {step}: {said} different tokens in the first"
                 f" slot of {found.num_rounds} held-out blocks, where the target says {wanted}."
-                f" Start again from {self.folder / 'checkpoints'} with a lower run.rate"
-                " or another loss."
+                " Start again in another run.folder, with a lower run.rate or another loss."
             )
 
     def save(self, step: int) -> None:
@@ -296,21 +317,32 @@ class Trainer:
         state = self.optimizer.state()
         if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
             raise TrainingError(
-                f"the weights are not finite at step {step}. The last good state is in"
-                f" {self.folder / 'checkpoints'}: continue from it with a lower run.rate."
+                f"the weights are not finite at step {step}. {self._way_back()}, with a lower"
+                " run.rate."
             )
         # Steps that no row of the log covers yet go along.
         state[ROWS] = torch.stack(self.rows) if self.rows else torch.zeros(0, NUM_VALUES)
-        save_checkpoint(self.folder / "checkpoints", self.recipe, step, state)
+        save_checkpoint(self.checkpoints, self.recipe, step, state)
+        self._write_drafter()
+        self.log.plot()
+
+    def _write_drafter(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
         weights = self.optimizer.averages()
         with quiet():
             self.model.save_pretrained(
-                self.folder / "drafter",
+                self.drafter,
                 state_dict={name: weight.to(torch.bfloat16) for name, weight in weights.items()},
                 max_shard_size=self.recipe.run.shard_size,
             )
-        self.log.plot()
+
+    def _way_back(self) -> str:
+        """How to begin again with another recipe, which a run's own checkpoints refuse."""
+        kept = (self.drafter / "config.json").is_file()
+        last = f" from its last good weights, run.start = '{self.drafter}'" if kept else ""
+        return f"Start again in another run.folder{last}"
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says where its last good state is."""
+    """A run that cannot go on; the message says what to do."""

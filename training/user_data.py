@@ -24,7 +24,7 @@ def read_user_documents(
     line's text alone. Raises ValueError naming the line that cannot be used.
     """
     try:
-        lines = path.open(encoding="utf-8")
+        lines = path.open(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"data.files: {path} cannot be read: {error}") from error
     with lines:
@@ -47,7 +47,7 @@ def _decoded(lines: Iterable[str], path: Path) -> Iterator[str]:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error})") from error
     if not isinstance(row, dict) or not ({"messages", "text"} & row.keys()):
         raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": "..."}}')

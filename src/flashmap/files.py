@@ -41,7 +41,7 @@ def only_writer(path: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
-            f"another process is making {path} right now: wait for it to end, or name another file"
+            f"another process is making {path} right now: wait for it to end, or name another"
         ) from error
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -64,7 +64,7 @@ def load_pair(
     chosen_device = _resolve_device(device)
     chosen_dtype = _resolve_dtype(dtype, chosen_device)
     draft_folder = drafter_folder(str(draft))
-    loaded: Any = _load_drafter(draft_folder)
+    loaded: Any = load_drafter(draft_folder)
     target_model, tokenizer, folder = _open_target(str(target), chosen_device, chosen_dtype)
     draft_model: FlashMapDraftModel = loaded.to(chosen_device, target_model.dtype).eval()
     draft_model.check_target(target_model)
@@ -164,7 +164,8 @@ def _resolve_dtype(
     return chosen
 
 
-def _load_drafter(folder: Path) -> "FlashMapDraftModel":
+def load_drafter(folder: Path) -> "FlashMapDraftModel":
+    """Load a drafter as it is stored, every tensor there and finite; errors as `load_pair`."""
     model_type = read_json(folder / CONFIG).get("model_type")
     if model_type != "flashmap":
         raise ValueError(

@@ -30,7 +30,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises ValueError for a file that is missing, holds no prompt or a line that is none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts file {path} cannot be read: {error}") from error
     parse = _json_prompt if path.suffix == ".jsonl" else _line_prompt
@@ -50,7 +50,7 @@ def _json_prompt(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
         prompt, domain = row["prompt"], row.get("domain", ALL)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{where}: expected a JSON object such as {{"prompt": "...", "domain": "..."}}'
         ) from error

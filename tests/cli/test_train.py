@@ -2,15 +2,18 @@
 missing."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import Run, assert_one_message
+from support.pair_folders import truncate
 from support.training import one_thread as in_one_thread
 
 from flashmap import FlashMapDraftModel
+from flashmap.files import only_writer
 
 RECIPE = """
 target = "{target}"
@@ -278,6 +281,41 @@ def test_a_run_starts_from_a_drafter_of_the_same_shape(recipe: Path, run: Run) -
         "--set", f"run.folder={recipe.parent / 'other'}",
     )  # fmt: skip
     assert refused.status == 1 and "block_size" in refused.err and "run.start" in refused.err
+
+
+def test_a_start_that_is_damaged(recipe: Path, pair: Path, run: Run) -> None:
+    assert run("train", "data", recipe, "--set", "data.num_prompts=6").status == 0
+    for name, damage in (("cut", truncate), ("gone", Path.unlink)):
+        folder = shutil.copytree(pair / "draft", recipe.parent / name)
+        damage(folder / "model.safetensors")
+        ended = run("train", "run", recipe, "--cpu", "--set", f"run.start={folder}")
+        assert_one_message(ended, "run.start", folder)
+
+
+def test_a_first_stage_says_that_it_is_one(recipe: Path, run: Run) -> None:
+    assert run("train", "data", recipe).status == 0
+    for objective, start in (("flow", ""), ("distillation", "flow/drafter"), ("product", "")):
+        sets = [f"loss.objective={objective}", f"run.folder={recipe.parent / objective}"]
+        sets += [f"run.start={recipe.parent / start}"] if start else []
+        options = [word for one in sets for word in ("--set", one)]
+        assert run("train", "run", recipe, "--cpu", "--set", "run.steps=1", *options).status == 0
+        config = json.loads((recipe.parent / objective / "drafter" / "config.json").read_text())
+        assert config["flow_map"] is (objective != "flow")
+
+
+def test_two_runs_at_once_are_refused(recipe: Path, run: Run) -> None:
+    with only_writer(recipe.parent / "run" / "checkpoints"):
+        words = ["another process", recipe.parent / "run"]
+        assert_one_message(run("train", "run", recipe, "--cpu"), *words)
+
+
+def test_documents_of_another_target(recipe: Path, pair: Path, run: Run) -> None:
+    assert run("train", "data", recipe).status == 0
+    other = shutil.copytree(pair / "target", recipe.parent / "other")
+    done = run("train", "run", recipe, "--cpu", "--set", f"target={other}")
+    assert done.status == 0 and f"was made for target '{pair / 'target'}'" in done.err
+    few = ["--set", "drafter.vocab_size=9", "--set", f"run.folder={recipe.parent / 'few'}"]
+    assert_one_message(run("train", "run", recipe, "--cpu", *few), "token id", "another target")
 
 
 def test_a_target_that_is_not_there(recipe: Path, pair: Path, run: Run) -> None:

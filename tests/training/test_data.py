@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from support import pair_folders, toys
 from support.training import one_thread as in_one_thread
 
+from flashmap.files import only_writer
 from flashmap.training import data as module
 from flashmap.training.data import DataMaker
 from flashmap.training.documents import read_about, read_documents
@@ -296,6 +297,23 @@ def test_the_report_adds_up(whole: Path, tmp_path: Path) -> None:
     assert found["documents"] + found["duplicates"] + found["too_short"] == asked
     looped = sum(int(read_about(path)["looped"]) for path in folder.glob("documents-*"))
     assert found["looped_share"] == pytest.approx(looped / asked)
+
+
+@pytest.mark.parametrize("content", ['{"text"', "\xff"])
+def test_a_damaged_stage_is_named(content: str, target: Any, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "requests.jsonl"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match="is damaged") as caught:
+        make(make_recipe(tmp_path / "data"), target)
+    assert str(path) in str(caught.value)
+
+
+def test_two_at_once_are_refused(target: Any, tmp_path: Path) -> None:
+    with only_writer(tmp_path / "data" / "recipe.json"):
+        with pytest.raises(ValueError, match="another process"):
+            make(make_recipe(tmp_path / "data"), target)
+        assert [path.name for path in (tmp_path / "data").iterdir()] == [".recipe.json.lock"]
 
 
 def test_a_folder_whose_documents_were_all_sifted_out_says_so(target: Any, tmp_path: Path) -> None:

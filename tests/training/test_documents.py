@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from support import pair_folders, toys
 
 from flashmap.training.data import DataMaker
@@ -102,6 +102,23 @@ def test_a_folder_without_documents_says_how_to_make_them(tmp_path: Path) -> Non
         message = str(caught.value)
         assert str(folder) in message
         assert "flashmap train data" in message and "data.folder" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"half of it", save({"a": torch.zeros(1)})])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    path = document_file(tmp_path, 0)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged") as caught:
+        read_documents(tmp_path)
+    assert str(path) in str(caught.value) and "remove it" in str(caught.value)
+
+
+def test_tokens_beyond_a_vocabulary_are_refused() -> None:
+    documents = pack([Document([1, 2], [7, 3], 0.0, False)], 65536)
+    documents.require_known(8)
+    pack([], 65536).require_known(1)
+    with pytest.raises(ValueError, match=r"token id 7, .* ends before 7\b.*another target"):
+        documents.require_known(7)
 
 
 def test_what_a_kill_left_behind_is_ignored(tmp_path: Path) -> None:
@@ -273,6 +290,20 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match=r"a\.txt"):
         read(tmp_path / "a.txt")
+
+
+def test_a_bottomless_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 is not JSON"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabcdefgh\r\n")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abcdefgh"}\r\n')
+    for name in ("a.txt", "a.jsonl"):
+        (found,) = read(tmp_path / name)
+        assert TOKENIZER.decode(found.prompt + found.answer) == "abcdefgh"
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:

@@ -160,6 +160,15 @@ def test_a_value_out_of_range_is_refused(override: str, rule: str, tmp_path: Pat
         "evaluation.num_steps=[]",
         "evaluation.temperatures=[]",
         "evaluation.temperatures=[-1.0]",
+        "evaluation.temperatures=[inf]",
+        "run.rate=inf",
+        "run.clip=1e308",
+        "run.shard_size=16",
+        "run.shard_size=",
+        "seed=100000000000000000000",
+        "data.temperatures={ '1' = '0.5' }",
+        "data.temperatures={ 'inf' = 1.0 }",
+        "data.temperatures={ '1' = inf }",
     ],
 )
 def test_a_value_that_no_run_can_use_is_refused(override: str, tmp_path: Path) -> None:
@@ -226,6 +235,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_bytes(b'target = "\xff"\n')
     with pytest.raises(ValueError, match="cannot be read"):
         read_recipe(tmp_path / "recipe.toml")
+
+
+def test_a_mark_of_byte_order_is_no_setting(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + BASE.replace("\n", "\r\n").encode())
+    assert read_recipe(path) == Recipe(target="toy")
 
 
 def test_a_recipe_made_in_python_is_checked_too() -> None:

@@ -6,13 +6,16 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from support.pair_folders import truncate
 from support.training import (
     assert_same,
     make_recipe,
@@ -27,6 +30,7 @@ from flashmap.training import trainer as trainer_module
 from flashmap.training.checkpoints import newest_checkpoint, save_checkpoint
 from flashmap.training.log import Log
 from flashmap.training.recipe import Recipe
+from flashmap.training.trainer import TrainingError
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,6 +209,82 @@ def test_a_kill_while_an_old_checkpoint_is_removed_does_no_harm(tmp_path: Path) 
     assert steps_of(tmp_path) == [6, 8]
 
 
+def rewrite_state(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    def write(path: Path) -> None:
+        tensors = load_file(path / "state.safetensors")
+        change(tensors)
+        save_file(tensors, path / "state.safetensors")
+
+    return write
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "no record": lambda path: (path / "about.json").unlink(),
+    "a record that is cut": lambda path: (path / "about.json").write_text("{"),
+    "a record of another form": lambda path: (path / "about.json").write_text("[]"),
+    "no state": lambda path: (path / "state.safetensors").unlink(),
+    "a state that is cut": lambda path: truncate(path / "state.safetensors"),
+    "a tensor missing": rewrite_state(lambda tensors: tensors.pop("average")),
+    "no rows": rewrite_state(lambda tensors: tensors.pop("rows")),
+    "a tensor of one number": rewrite_state(lambda tensors: tensors.update(average=torch.zeros(1))),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(kind: str, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, steps=8)
+    for stop in (3, 5):
+        run_until(recipe, stop)
+    path = tmp_path / "checkpoints" / "step-00000005"
+    DAMAGE[kind](path)
+    with pytest.raises(ValueError, match="is damaged") as caught:
+        make_trainer(recipe).run()
+    assert str(path) in str(caught.value) and "remove it" in str(caught.value)
+    shutil.rmtree(path)
+    said: list[str] = []
+    assert make_trainer(recipe, said=said).run() == 8
+    assert "going on from step 3" in said
+
+
+def test_a_kill_before_the_drafter_is_written_does_no_harm(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, steps=4)
+    make_trainer(recipe).run()
+    weights = tmp_path / "drafter" / "model.safetensors"
+    whole = weights.read_bytes()
+    truncate(weights)
+    assert make_trainer(recipe).run() == 4
+    assert weights.read_bytes() == whole
+
+
+def test_a_checkpoint_is_not_replaced_by_itself(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, steps=4)
+    make_trainer(recipe).run()
+    path = tmp_path / "checkpoints" / "step-00000004" / "state.safetensors"
+    before = path.stat()
+    make_trainer(recipe).run(seconds=0)
+    assert path.stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("No space left")])
+def test_a_full_disk_is_one_message_and_the_run_goes_on_later(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, steps=8)
+    run_until(recipe, 3)
+
+    def full(*arguments: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flashmap.training.checkpoints.save_file", full)
+        with pytest.raises(TrainingError, match="No space left") as caught:
+            make_trainer(recipe).run()
+    assert str(tmp_path) in str(caught.value)
+    said: list[str] = []
+    assert make_trainer(recipe, said=said).run() == 8
+    assert "going on from step 3" in said
+
+
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     for step in (1, 20, 300):
@@ -262,6 +342,12 @@ def test_a_cut_last_line_is_dropped(tmp_path: Path) -> None:
     make_trainer(recipe).run()
     assert path.read_text().startswith(whole)
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 1.0}', '{"step": null}'])
+def test_a_line_that_is_no_row_is_dropped(line: str, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    assert Log(tmp_path, False).rows() == [{"step": 1}]
 
 
 def test_only_the_main_process_writes_the_log(tmp_path: Path) -> None:

@@ -261,7 +261,8 @@ def test_nan_stops_the_run_and_the_last_good_state_stays(
     with pytest.raises(TrainingError) as caught:
         trainer.run()
     message = str(caught.value)
-    assert str(tmp_path / "checkpoints") in message and "run.rate" in message
+    for word in (f"run.start = '{tmp_path / 'drafter'}'", "another run.folder", "run.rate"):
+        assert word in message
     assert any(str(step) in message for step in range(good + 2, good + 6)), "names the step"
     after = state_of(tmp_path)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
@@ -279,6 +280,11 @@ def test_a_huge_rate_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"step"):
         make_trainer(make_recipe(tmp_path, steps=50, rate=1e30)).run()
     assert steps_of(tmp_path) == []
+
+
+def test_a_run_that_fails_at_once_names_no_weights_to_start_from(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"another run\.folder, with a lower run\.rate"):
+        make_trainer(make_recipe(tmp_path, steps=50, rate=1e30)).run()
 
 
 def collapsed_trainer(folder: Path, **run: Any) -> Trainer:
@@ -299,7 +305,7 @@ def test_a_collapsed_drafter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         collapsed_trainer(tmp_path, collapse_after=4).run()
     assert "collapsed by step 4" in str(caught.value)
-    assert str(tmp_path / "checkpoints") in str(caught.value)
+    assert "another run.folder" in str(caught.value)
 
 
 def test_a_drafter_may_say_the_same_early_on(tmp_path: Path) -> None:
