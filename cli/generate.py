@@ -7,12 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from .options import (
+    Adaptive,
     Device,
     Draft,
     Dtype,
     Json,
     MaxNewTokens,
     MinP,
+    NumCandidates,
     NumDraws,
     NumSteps,
     Target,
@@ -23,7 +25,7 @@ from .options import (
 )
 from .output import print_json, results_on_stdout
 
-KERNELS = "reference"  # the plain-torch operations, the only ones of this version
+KERNELS = "reference"  # the loop runs plain-torch operations; Triton's are the fused step's
 
 
 def generate(
@@ -39,6 +41,8 @@ def generate(
     min_p: MinP = None,
     num_steps: NumSteps = None,
     num_draws: NumDraws = 1,
+    num_candidates: NumCandidates = 1,
+    adaptive: Adaptive = False,
     seed: Annotated[
         int | None,
         typer.Option(help="Makes sampling repeatable [default: random].", show_default=False),
@@ -77,6 +81,8 @@ def generate(
             temperature=temperature,
             num_steps=num_steps,
             num_draws=num_draws,
+            num_candidates=num_candidates,
+            adaptive=adaptive,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,

@@ -16,7 +16,8 @@ from flashmap.modeling.request_flashmap import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
-    "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--seed", "--json"
+    "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--num-candidates",
+    "--adaptive", "--seed", "--json",
 }  # fmt: skip
 PUSH = {"--dry-run", "--pr", "--private", "--yes", "--json"}
 OPTIONS = {
