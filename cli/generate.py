@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from .options import (
     check_numbers,
 )
 from .output import print_json, results_on_stdout
+
+if TYPE_CHECKING:
+    from .decoding import Decoded
 
 KERNELS = "reference"  # the loop runs plain-torch operations; Triton's are the fused step's
 
@@ -110,9 +113,12 @@ def generate(
         return
     if not live:
         print(text)
-    print(
+    print(_summary(result), file=sys.stderr)
+
+
+def _summary(result: "Decoded") -> str:
+    return (
         f"{len(result.token_ids)} tokens in {result.seconds:.2f} s, "
         f"{result.tokens_per_second:.1f} tokens/s, "
-        f"{result.acceptance_length:.2f} tokens a verification pass, seed {result.seed}",
-        file=sys.stderr,
+        f"{result.acceptance_length:.2f} tokens a verification pass, seed {result.seed}"
     )
