@@ -23,7 +23,14 @@ from transformers import (
     StopStringCriteria,
 )
 
-from .arguments_flashmap import check_length, check_numbers, check_prompts, check_time, stop_tokens
+from .arguments_flashmap import (
+    check_entries,
+    check_length,
+    check_numbers,
+    check_prompts,
+    check_time,
+    stop_tokens,
+)
 from .configuration_flashmap import FlashMapConfig
 from .drafting_flashmap import Drafting, make_drafting
 from .fused_flashmap import draw_seeds
@@ -197,6 +204,7 @@ def check_pair(
     """Raise ValueError if the target has too few positions, or the drafter or the past does not fit
     it."""
     check_length(target, max(map(len, prompts)), max_new_tokens)
+    check_entries(target, prompts, max_new_tokens, drafter.config.block_size)
     drafter.check_target(target)
     if past is None:
         return

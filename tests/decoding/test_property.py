@@ -138,7 +138,7 @@ def expected(case: Case, shape: tuple[int, int]) -> list[int]:
 
 
 def run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_flashmap, "_MOST_HOLES", case.most_holes)
+    monkeypatch.setattr(runner_flashmap, "MOST_HOLES", case.most_holes)
     target, drafter = target_of(case.target), drafter_of(case.block_size)
     prompts = [prompt(*shape) for shape in case.prompts]
     drafter.texts = {seed: [] for seed in case.seeds}
