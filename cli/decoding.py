@@ -52,8 +52,8 @@ def decode_with_drafter(
     streamer: Any = None,
     **options: Any,
 ) -> Decoded:
-    """Continue ``input_ids`` (1, P) with FlashMap; ``options`` are num_draws, top_k, top_p, min_p.
-    Raises ValueError for arguments out of range."""
+    """Continue ``input_ids`` (1, P) with FlashMap; ``options`` are further settings of
+    `spec_generate`. Raises ValueError for arguments out of range."""
     start = _now(target)
     out = draft.spec_generate(
         target,

@@ -2,17 +2,19 @@
 
 import sys
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import (
+    Adaptive,
     Device,
     Draft,
     Dtype,
     Json,
     MaxNewTokens,
     MinP,
+    NumCandidates,
     NumDraws,
     NumSteps,
     Target,
@@ -23,7 +25,10 @@ from .options import (
 )
 from .output import print_json, results_on_stdout
 
-KERNELS = "reference"  # the plain-torch operations, the only ones of this version
+if TYPE_CHECKING:
+    from .decoding import Decoded
+
+KERNELS = "reference"  # the loop runs plain-torch operations; Triton's are the fused step's
 
 
 def generate(
@@ -39,6 +44,8 @@ def generate(
     min_p: MinP = None,
     num_steps: NumSteps = None,
     num_draws: NumDraws = 1,
+    num_candidates: NumCandidates = 1,
+    adaptive: Adaptive = False,
     seed: Annotated[
         int | None,
         typer.Option(help="Makes sampling repeatable [default: random].", show_default=False),
@@ -77,6 +84,8 @@ def generate(
             temperature=temperature,
             num_steps=num_steps,
             num_draws=num_draws,
+            num_candidates=num_candidates,
+            adaptive=adaptive,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
@@ -104,9 +113,12 @@ def generate(
         return
     if not live:
         print(text)
-    print(
+    print(_summary(result), file=sys.stderr)
+
+
+def _summary(result: "Decoded") -> str:
+    return (
         f"{len(result.token_ids)} tokens in {result.seconds:.2f} s, "
         f"{result.tokens_per_second:.1f} tokens/s, "
-        f"{result.acceptance_length:.2f} tokens a verification pass, seed {result.seed}",
-        file=sys.stderr,
+        f"{result.acceptance_length:.2f} tokens a verification pass, seed {result.seed}"
     )

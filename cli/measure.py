@@ -28,7 +28,9 @@ class Settings:
     max_new_tokens: int
     temperature: float
     num_steps: int | None
-    num_draws: int
+    num_draws: int | str
+    num_candidates: int | str
+    adaptive: bool
     repeats: int
     seed: int
     raw: bool
@@ -68,7 +70,12 @@ def measure(
             "seed": settings.seed + index,
         }
         ids = encoded[index]
-        drafts: dict[str, Any] = {"num_steps": settings.num_steps, "num_draws": settings.num_draws}
+        drafts: dict[str, Any] = {
+            "num_steps": settings.num_steps,
+            "num_draws": settings.num_draws,
+            "num_candidates": settings.num_candidates,
+            "adaptive": settings.adaptive,
+        }
         sides: dict[str, Callable[[], Decoded]] = {
             "plain": lambda: decode_plainly(target, ids, **common),
             "flashmap": lambda: decode_with_drafter(target, draft, ids, **drafts, **common),

@@ -1,8 +1,20 @@
 """The options that several commands share, said once: same name, same meaning, same help."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def count(text: int | str) -> int | str:
+    """A number of draws or candidates, which may be "auto". Wrong ones are an error of usage; the
+    range is decoding's to check."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor auto.") from error
+
 
 # What decoding takes at the least above 0: colder ones leave float32's range. Said here again, so
 # that a refusal need not import torch; a test compares the two.
@@ -19,7 +31,29 @@ Temperature = Annotated[float, typer.Option(help="0 decodes greedily; above 0 sa
 NumSteps = Annotated[
     int | None, typer.Option(help="Jumps a draft [default: the drafter's own].", show_default=False)
 ]
-NumDraws = Annotated[int, typer.Option(help="Noise draws a block, whose mixture is the proposal.")]
+NumDraws = Annotated[
+    Any,
+    typer.Option(
+        parser=count,
+        metavar="N|auto",
+        help="Noise draws a block, whose mixture is the proposal; auto: several while they pay.",
+    ),
+]
+NumCandidates = Annotated[
+    Any,
+    typer.Option(
+        parser=count,
+        metavar="N|auto",
+        help="At temperature 0: verify a tree of N blocks' worth of drafts; auto: what pays.",
+    ),
+]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive/--no-adaptive",
+        help="Verify fewer drafts, or none, where the drafter is seldom right.",
+    ),
+]
 TopK = Annotated[
     int | None,
     typer.Option(help="Sample from so many of the likeliest tokens.", show_default=False),

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .target_flashmap import (
-    batch_obstacle,
-    num_embedding_rows,
-    position_limit,
-    text_config,
-    warn_once,
-)
+from .positions_flashmap import entry_limit, most_entries, position_limit
+from .target_flashmap import batch_obstacle, num_embedding_rows, text_config, warn_once
 
 COLDEST = 1e-30  # lower temperatures above 0 leave float32's range
 
@@ -129,6 +124,21 @@ def check_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: in
         warn_once(
             f"The prompt and max_new_tokens exceed the {trained} positions the target was made for:"
             " its text may degrade there."
+        )
+
+
+def check_entries(
+    target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int, block_size: int
+) -> None:
+    """Raise ValueError where the cache of a batch might outgrow the masks that a target keeps."""
+    limit = entry_limit(target)
+    needed = most_entries(max(map(len, prompts)) + max_new_tokens, block_size)
+    if limit is not None and len(prompts) > 1 and needed > limit:
+        raise ValueError(
+            f"input_ids holds {len(prompts)} prompts, whose cache may come to hold {needed} entries"
+            f" with rejected drafts, and {type(target).__name__}'s eager attention has masks for"
+            f" {limit}: pass one prompt at a time, ask for fewer tokens, or load the target with"
+            ' attn_implementation="sdpa" if it has that.'
         )
 
 

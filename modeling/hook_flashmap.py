@@ -41,6 +41,7 @@ from .decoding_flashmap import Streamer, ended, require_one, rounds, with_texts
 from .drafting_flashmap import make_drafting
 from .fused_flashmap import draw_seeds
 from .loop_flashmap import Commit
+from .past_flashmap import FlashMapPast
 from .refusals_flashmap import checked_drafter, refuse
 from .request_flashmap import Drafter, Request, check_pair, string_criteria
 from .sampling_flashmap import Place, Processor, Sampling
@@ -66,6 +67,7 @@ def flashmap_decoding(
     num_candidates: int | str = 1,
     adaptive: bool | tuple[float, float] = False,
     seed: int | Sequence[int] | None = None,
+    past: FlashMapPast | None = None,
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     streamer: Streamer | None = None,
@@ -92,6 +94,7 @@ def flashmap_decoding(
         adaptive: verify fewer drafts, or none, where they do not pay; see `Settings`.
         seed: makes sampling repeatable; an integer (row b has seed + b), or one a row. None: seeds
             come from torch's default generator.
+        past: caches of an earlier call, from the drafter's `new_past`; see `Settings`.
         stop_strings: texts that end a sequence.
         tokenizer: what reads them.
         streamer: gets the prompt, committed tokens and one end. None takes `generate`'s.
@@ -113,7 +116,7 @@ def flashmap_decoding(
         request = _request(
             drafter, model, input_ids, logits_processor,
             [*stopping_criteria, *string_criteria(stop_strings, tokenizer)], generation_config,
-            model_kwargs.get("attention_mask"), seed, num_steps, num_draws, num_candidates,
+            model_kwargs.get("attention_mask"), seed, past, num_steps, num_draws, num_candidates,
             adaptive,
         )  # fmt: skip
         if streamer is not None:
@@ -151,6 +154,7 @@ def _request(
     generation_config: GenerationConfig,
     attention_mask: Tensor | None,
     seed: int | Sequence[int] | None,
+    past: FlashMapPast | None,
     num_steps: int | None,
     num_draws: int | str,
     num_candidates: int | str,
@@ -166,7 +170,7 @@ def _request(
     max_new_tokens = max(1, max_length - input_ids.shape[1])
     temperature = 1.0 if generation_config.do_sample else 0.0  # a warper divides by the true one
     check_numbers(max_new_tokens, temperature)
-    check_pair(drafter, model, prompts, max_new_tokens)
+    check_pair(drafter, model, prompts, max_new_tokens, past)
     processors, truncations = _split(logits_processor, generation_config.do_sample)
     return Request(
         prompts,
@@ -177,6 +181,7 @@ def _request(
         others,
         max_new_tokens,
         make_drafting(drafter, model, temperature, num_steps, num_draws, num_candidates, adaptive),
+        past,
         keeps_scores=bool(
             generation_config.return_dict_in_generate and generation_config.output_scores
         ),

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from .draws_flashmap import DrawChoice
 from .pace_flashmap import Costs, Pace
 from .past_flashmap import FlashMapPast
+from .positions_flashmap import common_limit
 from .request_flashmap import Drafter, Request
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler, require_numbers
-from .target_flashmap import FeatureTap, common_limit
+from .target_flashmap import FeatureTap
 
 _MOST_PENDING = 64
 _FIRST_CAPACITY = 512  # new tokens the drafter's context has room for before it grows

@@ -42,6 +42,7 @@ from .linear_flashmap import Linear
 from .loop_flashmap import DraftLoop
 from .pace_flashmap import Pace
 from .past_flashmap import FlashMapPast
+from .positions_flashmap import position_limit
 from .reference_flashmap import block_noise
 from .refusals_flashmap import NotAnAssistant
 from .request_flashmap import Request
@@ -69,7 +70,8 @@ Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 __all__ = [
     "COLDEST", "HAS_TRITON", "MOST_NODES", "TRITON_OPS", "DraftLoop", "DraftTree", "DrawChoice",
     "FlashMapCache", "FlashMapDraftModel", "FlashMapPast", "FusedStep", "JumpFold", "Linear",
-    "Pace", "Request", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner", "select_ops",
+    "Pace", "Request", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner", "position_limit",
+    "select_ops",
 ]  # fmt: skip
 _BFLOAT16_STEP = 2.0**-8
 

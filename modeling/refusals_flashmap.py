@@ -78,7 +78,8 @@ def refuse(
     if given.get("past_key_values") is not None or given.get("cache") is not None:
         raise ValueError(
             "past_key_values does not go with flashmap_decoding, which keeps a cache of its own, as"
-            " rejected tokens have to leave it: leave it out."
+            " rejected tokens have to leave it: leave it out, or pass past=draft.new_past() to"
+            " every call of a conversation."
         )
     unknown = [
         name

@@ -23,7 +23,14 @@ from transformers import (
     StopStringCriteria,
 )
 
-from .arguments_flashmap import check_length, check_numbers, check_prompts, check_time, stop_tokens
+from .arguments_flashmap import (
+    check_entries,
+    check_length,
+    check_numbers,
+    check_prompts,
+    check_time,
+    stop_tokens,
+)
 from .configuration_flashmap import FlashMapConfig
 from .drafting_flashmap import Drafting, make_drafting
 from .fused_flashmap import draw_seeds
@@ -157,10 +164,8 @@ def make_request(
         )
     prompts = check_prompts(target, input_ids, settings.get("attention_mask"))
     check_numbers(max_new_tokens, temperature)
-    check_pair(drafter, target, prompts, max_new_tokens)
     past = settings.get("past")
-    if past is not None:
-        past.check(drafter, target, len(prompts))
+    check_pair(drafter, target, prompts, max_new_tokens, past)
     return Request(
         prompts,
         [Place()] * len(prompts),
@@ -193,11 +198,21 @@ def make_request(
 
 
 def check_pair(
-    drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int
-) -> None:
-    """Raise ValueError if the target has too few positions, or the drafter does not fit it."""
+    drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int,
+    past: FlashMapPast | None,
+) -> None:  # fmt: skip
+    """Raise ValueError if the target has too few positions, or the drafter or the past does not fit
+    it."""
     check_length(target, max(map(len, prompts)), max_new_tokens)
+    check_entries(target, prompts, max_new_tokens, drafter.config.block_size)
     drafter.check_target(target)
+    if past is None:
+        return
+    if not hasattr(past, "check"):  # remote code has a class of its own a release
+        raise ValueError(
+            f"past is a {type(past).__name__}, expected what the drafter's new_past() makes."
+        )
+    past.check(drafter, target, len(prompts))
 
 
 def time_criteria(max_time: float | None) -> list[Any]:

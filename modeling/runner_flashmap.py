@@ -35,7 +35,7 @@ from .target_flashmap import (
 # What a cache layer is made of, in any of the classes transformers 5 has for recurrent layers.
 _STATES = ("conv_states", "recurrent_states")
 _MOST_DIFFERENCE = 0.1  # of logits, relative; bfloat16 rounds them by some per cent
-_MOST_HOLES = 64  # entries of the longest sequence's cache that may be holes
+MOST_HOLES = 64  # entries of the longest sequence's cache that may be holes
 _FIELDS = ("keys", "values", "cumulative_length", "has_previous_state")
 
 
@@ -204,7 +204,7 @@ class TargetRunner:
         if even and not holes:
             self._visible = None
             return
-        if holes <= _MOST_HOLES and len(self._lengths) > 1:
+        if holes <= MOST_HOLES and len(self._lengths) > 1:
             return
         order = torch.argsort((~self._visible).int(), dim=1, stable=True)[:, :longest]
         layers: list[Any] = self._cache.layers

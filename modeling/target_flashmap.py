@@ -192,10 +192,22 @@ def can_go_back(target: PreTrainedModel) -> bool:
     return not recurrent_layers(target)
 
 
+def mask_tables(target: PreTrainedModel) -> list[Tensor]:
+    """What a target's attention modules keep of who sees whom, by entry of the cache: boolean (1,
+    1, n, n), for n entries at most. Eager attention alone of GPT-2 and its kin goes by them."""
+    if getattr(target.config, "_attn_implementation", None) != "eager":
+        return []
+    kept = [table for table in target.buffers() if table.dim() == 4 and table.dtype == torch.bool]
+    square = [table for table in kept if table.shape == (1, 1, *[table.shape[-1]] * 2)]
+    return [table for table in square if not table.is_meta]
+
+
 def batch_obstacle(target: PreTrainedModel) -> str | None:
     """Why sequences that accept different numbers cannot share the target's cache; None if they
     can."""
     windows = layers_with_windows(target) or recurrent_layers(target)
+    if not windows and not all(bool(table[0, 0, -1, 0]) for table in mask_tables(target)):
+        windows = ["sliding_attention"]
     if windows:
         return f"has layers that do not see all tokens before them ({', '.join(windows)})"
     if "position_ids" not in inspect.signature(type(target).forward).parameters:
@@ -354,47 +366,3 @@ def _check_embedding(config: FlashMapConfig, target: PreTrainedModel) -> None:
             f" {config.vocab_size} tokens: this drafter was trained for another target"
             f" ({config.target_model}) or for a tokenizer with more tokens."
         )
-
-
-def position_limit(target: PreTrainedModel, prompt_length: int) -> int | None:
-    """Number of positions that decoding from a prompt may use; None where there is no such end.
-
-    It ends where a learned position table ends, and where a rotary embedding changes its
-    frequencies with the length of the sequence: those of a pass follow from its last token, so a
-    pass over drafts beyond that point would judge the tokens before it differently.
-    """
-    config = text_config(target)
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    token_table = target.get_input_embeddings()
-    tables = [module for module in target.modules() if isinstance(module, nn.Embedding)]
-    # Some models keep a few rows of offset in the table (OPT has 2).
-    sizes = [table.num_embeddings for table in tables if table is not token_table]
-    if any(0 <= size - limit <= 2 for size in sizes):
-        return limit
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    scaling = scaling if isinstance(scaling, dict) else {}
-    kind = scaling.get("rope_type") or scaling.get("type")
-    name = "original_max_position_embeddings"
-    original = int(scaling.get(name) or getattr(config, name, None) or limit)
-    if kind == "dynamic":
-        return original
-    return original if kind == "longrope" and prompt_length <= original else None
-
-
-def common_limit(target: PreTrainedModel, prompt_lengths: Sequence[int]) -> int | None:
-    """`position_limit` of a batch.
-
-    Raises:
-        ValueError: the prompts lie on both sides of the length at which the target's rotary
-            embedding changes.
-    """
-    limits = {position_limit(target, length) for length in prompt_lengths}
-    if len(limits) > 1:
-        raise ValueError(
-            f"Prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens lie on both sides of"
-            " the length at which this target's rotary embedding changes: pass them in batches of"
-            " their own."
-        )
-    return limits.pop()

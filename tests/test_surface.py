@@ -16,7 +16,8 @@ from flashmap.modeling.request_flashmap import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
-    "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--seed", "--json"
+    "--target", "--draft", "--device", "--dtype", "--num-steps", "--num-draws", "--num-candidates",
+    "--adaptive", "--seed", "--json",
 }  # fmt: skip
 PUSH = {"--dry-run", "--pr", "--private", "--yes", "--json"}
 OPTIONS = {
@@ -55,8 +56,8 @@ SIGNATURES = {
     "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
     "generator settings",
     "flashmap_decoding": "input_ids logits_processor stopping_criteria generation_config * "
-    "draft_model num_steps num_draws num_candidates adaptive seed stop_strings tokenizer "
-    "streamer model_kwargs",
+    "draft_model num_steps num_draws num_candidates adaptive seed past stop_strings "
+    "tokenizer streamer model_kwargs",
     "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
     "extend_context": "cache target_hidden counts",
     "target_constants": "embedding",

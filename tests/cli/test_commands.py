@@ -22,10 +22,10 @@ COMMANDS = [
 ]  # fmt: skip
 # Flags that scripts rely on; others come with later issues and must not half-exist.
 FLAGS = {
-    "generate": "max-new-tokens temperature top-k top-p min-p num-steps num-draws seed device "
-    "dtype raw json target draft help",
-    "bench": "prompts temperature max-new-tokens repeats num-steps num-draws dtype device seed "
-    "json target draft help",
+    "generate": "max-new-tokens temperature top-k top-p min-p num-steps num-draws "
+    "num-candidates adaptive no-adaptive seed device dtype raw json target draft help",
+    "bench": "prompts temperature max-new-tokens repeats num-steps num-draws num-candidates "
+    "adaptive no-adaptive dtype device seed json target draft help",
     "doctor": "json help",
     "demo": "json max-new-tokens help",
     "release build": "out tag repo-id max-shard-size json help",
@@ -82,6 +82,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
         ["nonsense"],
         ["generate"],
         ["generate", "hi", "--top-k", "3"],
+        ["generate", "hi", "--target", "a", "--draft", "b", "--num-draws", "many"],
         ["bench", "--repeats", "x"],
         ["release", "push"],
     ],

@@ -84,7 +84,7 @@ def test_sides_alternate_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(measure_module, "decode_plainly", side("plain"))
     monkeypatch.setattr(measure_module, "decode_with_drafter", side("flashmap"))
-    settings = Settings(40, 0.0, None, 1, repeats=3, seed=10, raw=True)
+    settings = Settings(40, 0.0, None, 1, 1, False, repeats=3, seed=10, raw=True)
     advanced: list[int] = []
     (result,) = measure(
         toys.llama(),

@@ -209,7 +209,7 @@ class TestHoles:
         [("llama", 0), ("llama", 1), ("llama", 64), ("qwen3", 1), ("gpt2", 7), ("gemma", 0)],
     )
     def test_long_texts(self, name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(runner_flashmap, "_MOST_HOLES", most)
+        monkeypatch.setattr(runner_flashmap, "MOST_HOLES", most)
         closed = self.closings(monkeypatch)
         drafter = knowing(name, 16)
         found = together(drafter, family(name), PROMPTS, SEEDS, "left", max_new_tokens=LONGEST)
@@ -226,10 +226,10 @@ class TestHoles:
             drafter.texts[seed] = ids[0].tolist() + text
         found = together(drafter, family(name), prompts, seeds, "right", max_new_tokens=num_tokens)
         assert [row[0] for row in found] == texts
-        assert sum(size > runner_flashmap._MOST_HOLES for size in closed) >= 2
+        assert sum(size > runner_flashmap.MOST_HOLES for size in closed) >= 2
 
     def test_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(runner_flashmap, "_MOST_HOLES", 1)
+        monkeypatch.setattr(runner_flashmap, "MOST_HOLES", 1)
         drafter, target = toys.drafter(), family("llama")
         arguments: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.6}
         found = together(drafter, target, PROMPTS, SEEDS, "left", **arguments)

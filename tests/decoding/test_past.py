@@ -161,9 +161,32 @@ def test_a_rotary_embedding_that_changes_is_run_anew(kind: str) -> None:
     assert toys.text_of(out, text) == toys.greedy(target, text, 8)
 
 
+@pytest.mark.parametrize("drafts", [{}, {"num_candidates": 3}, {"adaptive": (0.3, 0.02)}])
+def test_turns_of_generate_run_only_what_is_new(drafts: dict[str, Any]) -> None:
+    drafter, target, text = toys.drafter(), toys.llama(), toys.prompt(9)
+    decoding = {"custom_generate": drafter.flashmap_decoding, "draft_model": drafter, **drafts}
+    drafter.spec_generate(target, text, 1, **drafts)  # past the trial of trees
+    past, counter = drafter.new_past(), Counter(target)
+    for turn in range(3):
+        pads = torch.zeros(1, turn, dtype=torch.long)  # on the left, as a tokenizer may pad
+        inputs = {"input_ids": torch.cat((pads, text), dim=1)}
+        inputs["attention_mask"] = torch.cat((pads, torch.ones_like(text)), dim=1)
+        settings = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
+        plain = target.generate(**inputs, **settings)
+        held = past.length
+        counter.sizes.clear()
+        found = target.generate(**inputs, **settings, **decoding, past=past)
+        assert found.equal(plain)
+        assert counter.sizes[0] == text.shape[1] - held
+        assert past.length >= text.shape[1] + 11
+        text = more(found[:, turn:], 4, seed=turn)
+
+
 def test_what_a_past_is_not_for() -> None:
     drafter, target, ids = toys.drafter(), toys.llama(), toys.prompt(6)
     past = drafter.new_past()
+    with pytest.raises(ValueError, match=r"past is a list, expected what .* new_past\(\) makes"):
+        drafter.spec_generate(target, ids, past=[])
     with pytest.raises(ValueError, match="past holds one text, input_ids holds 2"):
         drafter.spec_generate(target, torch.cat((ids, ids)), past=past)
     drafter.spec_generate(target, ids, 6, past=past)

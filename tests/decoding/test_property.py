@@ -23,6 +23,7 @@ from flashmap.modeling import runner_flashmap
 
 NUM_CASES, NUM_GROUPS = 510, 10
 LONGEST = 14
+WITH_WINDOWS = ("gemma2", "gemma3")  # one prompt at a time, and no trees
 
 
 def gemma(seed: int = 0) -> Any:
@@ -34,9 +35,9 @@ TARGETS: dict[str, Any] = {
     "llama": toys.llama,
     "llama-four-heads": lambda: toys.llama(5, num_attention_heads=4, num_key_value_heads=2),
     "qwen3": toys.qwen3,
-    "gpt2": toys.gpt2,
+    "gpt2": lambda: toys.gpt2(positions=256),  # room for every tree, in a batch or alone
     "gemma": gemma,
-    "gemma2": toys.gemma2,  # has windows: one prompt at a time
+    "gemma2": toys.gemma2,
     "gemma3": toys.gemma3,
 }
 PROCESSORS: dict[str, Any] = {
@@ -51,6 +52,16 @@ class Sums:
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return input_ids.sum(dim=1) % 13 == 0
+
+
+def random_drafts(draw: random.Random, target: str, temperature: float) -> dict[str, Any]:
+    """How to draft: blocks, trees of a size, or as many as pay; adaptively or not."""
+    drafts: dict[str, Any] = {"adaptive": draw.choice((False, False, True, (0.4, 0.1)))}
+    if temperature > 0.0 or target in WITH_WINDOWS:
+        drafts["num_draws"] = draw.choice((1, 1, 2, "auto"))
+    else:
+        drafts["num_candidates"] = draw.choice((1, 1, 2, 3, 20, "auto"))
+    return drafts
 
 
 @dataclass
@@ -73,12 +84,14 @@ class Case:
     stops: list[int]
     ends_at_sums: bool
     most_holes: int
+    drafts: dict[str, Any]
+    loud: float
 
     @classmethod
     def numbered(cls, number: int) -> "Case":
         draw = random.Random(number)
         target = draw.choice(list(TARGETS))
-        rows = 1 if target in ("gemma2", "gemma3") else draw.choice((1, 2, 2, 3, 4))
+        rows = 1 if target in WITH_WINDOWS else draw.choice((1, 2, 2, 3, 4))
         temperature = draw.choice((0.0, 0.0, 0.0, 0.0, 0.4, 1.0))
         truncations: dict[str, float] = {}
         if temperature:
@@ -93,6 +106,8 @@ class Case:
             draw.sample(range(1000), rows), draw.choice(("", "", *PROCESSORS)), truncations,
             draw.choice(([], [], draw.sample(range(toys.VOCAB), 4))), draw.random() < 0.15,
             draw.choice((0, 1, 64)),
+            random_drafts(draw, target, temperature),
+            draw.choice((30.0, 30.0, 3.0)),  # right tokens are the likeliest drafts, or likely
         )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
@@ -102,7 +117,7 @@ class Case:
             "temperature": self.temperature, "stop_token_ids": self.stops,
             "logits_processor": LogitsProcessorList([made]) if made else None,
             "stopping_criteria": [Sums()] if self.ends_at_sums else None,
-            **self.truncations,
+            **self.truncations, **self.drafts,
         }  # fmt: skip
 
 
@@ -138,10 +153,10 @@ def expected(case: Case, shape: tuple[int, int]) -> list[int]:
 
 
 def run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_flashmap, "_MOST_HOLES", case.most_holes)
+    monkeypatch.setattr(runner_flashmap, "MOST_HOLES", case.most_holes)
     target, drafter = target_of(case.target), drafter_of(case.block_size)
     prompts = [prompt(*shape) for shape in case.prompts]
-    drafter.texts = {seed: [] for seed in case.seeds}
+    drafter.texts, drafter.loud = {seed: [] for seed in case.seeds}, case.loud
     if case.knows:
         for seed, shape, ids in zip(case.seeds, case.prompts, prompts, strict=True):
             drafter.texts[seed] = ids[0].tolist() + list(plain(case.target, shape, case.processor))
@@ -175,4 +190,7 @@ def test_cases_are_of_all_kinds() -> None:
     assert {case.processor for case in cases} == set(PROCESSORS)
     assert sum(case.temperature == 0.0 for case in cases) > 250
     assert sum(case.temperature > 0.0 for case in cases) > 130
+    assert sum(case.drafts.get("num_candidates", 1) != 1 for case in cases) > 140
+    assert sum(case.drafts.get("num_draws", 1) != 1 for case in cases) > 60
+    assert sum(bool(case.drafts["adaptive"]) for case in cases) > 200
     assert StoppingCriteriaList([Sums()])(torch.tensor([[13]]), None).all()

@@ -55,8 +55,8 @@ def report(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "way",
-    ["folder", "hub", "twin", "batch", "processed", "tree", "adaptive", "stop strings",
-     "configured", "streamed", "seeded", "other drafter"],
+    ["folder", "hub", "twin", "batch", "processed", "tree", "adaptive", "turn",
+     "stop strings", "configured", "streamed", "seeded", "other drafter"],
 )  # fmt: skip
 def test_text_is_plain_generates(way: str, report: dict[str, Any]) -> None:
     plain, found = report[way]
@@ -65,6 +65,10 @@ def test_text_is_plain_generates(way: str, report: dict[str, Any]) -> None:
 
 def test_stop_strings_did_stop_it(report: dict[str, Any]) -> None:
     assert report["stopped"] < len(report["folder"][0][0])
+
+
+def test_a_turn_runs_what_is_new(report: dict[str, Any]) -> None:
+    assert report["first pass of the turn"] == 1
 
 
 def test_a_drafter_is_loaded_once_for_where_it_is_from_device_and_dtype(

@@ -72,6 +72,23 @@ def streamed() -> str:
     return shown
 
 
+def turn() -> dict[str, Any]:
+    """The second turn of a chat, plainly and with what the first left, and the tokens that its
+    first pass ran."""
+    past = honest(FOLDER, trust_remote_code=True).new_past()
+    settings = {"max_new_tokens": 12, "pad_token_id": 0}
+    first = target.generate(**single, **settings)
+    by(FOLDER, past=past)
+    second = {"input_ids": first, "attention_mask": first.new_ones(first.shape)}
+    sizes: list[int] = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = by(FOLDER, second, past=past)
+    handle.remove()
+    return {"turn": [generate(second), found], "first pass of the turn": sizes[0]}
+
+
 plain, text = generate(), tokenizer.decode(generate()[0])
 # Random weights write random bytes: one that is a letter.
 stop = next(letter for letter in text[2:] if letter.isascii() and letter.isprintable())
@@ -91,6 +108,7 @@ report: dict[str, Any] = {
     ],
     "tree": [generate(inputs), by(FOLDER, inputs, num_candidates=3)],
     "adaptive": [plain, by(FOLDER, adaptive=(0.4, 0.1), num_draws="auto")],
+    **turn(),
     "stop strings": [generate(**stops), by(FOLDER, **stops)],
     "stopped": len(generate(**stops)[0]),
     "configured": [

@@ -84,6 +84,35 @@ def gpt2(seed: int = 0, positions: int = 64, **changes: Any) -> Any:
     return liven(transformers.GPT2LMHeadModel(config), seed, std=0.25)
 
 
+def gpt_neo(seed: int = 0, positions: int = 64, local: int = 2) -> Any:
+    """A GPT-Neo target: masks of its own, and windows of 8 in its last layers."""
+    kinds = ["global"] * (3 - local) + ["local"] * local
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, num_layers=3, num_heads=2, intermediate_size=32,
+        attention_types=[[kinds, 1]], window_size=8, max_position_embeddings=positions,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return liven(transformers.GPTNeoForCausalLM(config), seed, std=0.25)
+
+
+def _sines(seed: int, model_class: Any, config_class: Any, num_heads: int) -> Any:
+    config = config_class(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=3, n_head=num_heads, n_positions=32, rotary_dim=4,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return liven(model_class(config), seed, std=0.25)
+
+
+def gptj(seed: int = 0) -> Any:
+    """A GPT-J target: a rotary embedding with a table of 32 positions."""
+    return _sines(seed, transformers.GPTJForCausalLM, transformers.GPTJConfig, 2)
+
+
+def codegen(seed: int = 0) -> Any:
+    """A CodeGen target, likewise."""
+    return _sines(seed, transformers.CodeGenForCausalLM, transformers.CodeGenConfig, 4)
+
+
 def qwen3_next(seed: int = 0) -> Any:
     """A Qwen3-Next target: gated delta-rule layers with a full-attention layer between."""
     sizes = _sizes(
