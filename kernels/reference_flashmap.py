@@ -110,8 +110,9 @@ def context_attention(
     """Attention of `query` (G, K, A, d) onto the entries 0 .. lengths[b] of the context: the
     committed ones and the anchor's, (G, K, A, d).
 
-    With `causal`, slot k = 0, 1, ... sees the entries 0 .. lengths[b] + k. `key` and `value` are (B, A, T, d), `lengths` (B); neighbouring blocks share a sequence. Rounds
-    as `block_attention` does.
+    `key` and `value` are (B, A, T, d), `lengths` (B); neighbouring blocks share a sequence. With
+    `causal`, slot k = 0, 1, ... sees the entries 0 .. lengths[b] + k. Rounds as `block_attention`
+    does.
     """
     num_blocks, block_size = query.shape[:2]
     rows = query.unflatten(0, (key.shape[0], -1)).flatten(1, 2).transpose(1, 2)
