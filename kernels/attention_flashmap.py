@@ -11,6 +11,7 @@ from torch import Tensor
 from .reference_flashmap import Rope
 from .reference_flashmap import block_attention as eager_block_attention
 from .triton_flashmap import (
+    ROUNDED,
     adaln,
     block_noise,
     gated_adaln,
@@ -26,6 +27,7 @@ from .triton_flashmap import (
     write_context,
 )
 
+_LOWEST = tl.constexpr(-1e30)  # below every score, and finite
 _DOT_SIDE = 16  # shortest side of a tile that tl.dot takes
 _PROGRAMS = 256  # programs that fill a large GPU; fewer heads than that split the context
 _MOST_SPLITS = 32
@@ -72,11 +74,12 @@ def _block_attention_kernel(
 @triton.jit
 def _context_attention_kernel(
     query_ptr, key_ptr, value_ptr, lengths_ptr, out_ptr, log_sum_ptr, num_queries, num_heads,
-    head_dim, scale, sequence_stride, head_stride, entry_stride, ROWS: tl.constexpr,
+    head_dim, scale, sequence_stride, head_stride, entry_stride, period, ROWS: tl.constexpr,
     DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head onto one split of its context a program: its weighted mean of
-    the values, and the logarithm of its sum of exponentials."""
+    the values, and the logarithm of its sum of exponentials. Query r sees r % period entries more
+    than the first."""
     split, num_splits = tl.program_id(2), tl.num_programs(2)
     sequence, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -86,11 +89,13 @@ def _context_attention_kernel(
     query_at = query_ptr + place[:, None] * head_dim + column[None, :]
     query = tl.load(query_at, mask=inside, other=0.0)
 
-    length = tl.load(lengths_ptr + sequence).to(tl.int32) + 1
+    first_length = tl.load(lengths_ptr + sequence).to(tl.int32) + 1
+    seen_by_row = first_length + row % period
+    length = first_length + period - 1
     chunk = tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
     end = tl.minimum(split * chunk + chunk, length)
     start = sequence.to(tl.int64) * sequence_stride + head * head_stride
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    largest = tl.full((ROWS,), _LOWEST, tl.float32)  # infinity could meet itself in a difference
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, DIM), tl.float32)
     for first in range(split * chunk, end, TILE):
@@ -100,7 +105,8 @@ def _context_attention_kernel(
         key = tl.load(key_ptr + address, mask=seen, other=0.0)
         value = tl.load(value_ptr + address, mask=seen, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        score = tl.where((entry < end)[None, :], score, -float("inf"))
+        visible = (entry < end)[None, :] & (entry[None, :] < seen_by_row[:, None])
+        score = tl.where(visible, score, -float("inf"))
         top = tl.maximum(largest, tl.max(score, axis=1))
         weight = tl.exp(score - top[:, None])
         kept = tl.exp(largest - top)
@@ -151,12 +157,14 @@ def block_attention(
     out = qkv.new_empty(num_blocks, num_slots, num_heads, head_dim)
     _block_attention_kernel[(num_blocks, num_heads)](
         qkv, q_weight, k_weight, *rope, positions, out, num_slots, num_heads, head_dim, eps,
-        head_dim**-0.5, SLOTS=slots, DIM=dim, num_warps=8 if slots * dim > 4096 else 4,
+        head_dim**-0.5, SLOTS=slots, DIM=dim, num_warps=8 if slots * dim > 4096 else 4, **ROUNDED,
     )  # fmt: skip
     return out
 
 
-def context_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, causal: bool = False
+) -> Tensor:
     """See the reference; `key` and `value` have the same strides."""
     query = query.contiguous()
     num_sequences, num_heads, capacity, head_dim = key.shape
@@ -173,7 +181,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor
     _context_attention_kernel[(*grid, splits)](
         query, key, value, lengths, mean, log_sum, num_queries, num_heads, head_dim,
         head_dim**-0.5, key.stride(0), key.stride(1), key.stride(2),
-        ROWS=rows, DIM=dim, TILE=tile, num_stages=2,
+        query.shape[1] if causal else 1, ROWS=rows, DIM=dim, TILE=tile, num_stages=2,
     )  # fmt: skip
     if splits == 1:
         return mean[0]

@@ -133,12 +133,13 @@ def seeded_uniform(
     Column c is word c % 4 of the counter c // 4.
     """
     index = torch.arange(-(-num_columns // 4), device=positions.device)
+    zero = index.new_zeros(())  # a number copied from the host would end a graph's capture
     words = torch.stack(
         philox(
             index,
             positions.unsqueeze(-1),
-            torch.tensor(draw, device=positions.device),
-            torch.tensor(int(stream), device=positions.device),
+            zero + draw,
+            zero + int(stream),
             seeds.to(positions.device)[:, None, None],
         ),
         dim=-1,

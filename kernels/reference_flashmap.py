@@ -104,17 +104,23 @@ def block_attention(
     return out.transpose(1, 2)
 
 
-def context_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, causal: bool = False
+) -> Tensor:
     """Attention of `query` (G, K, A, d) onto the entries 0 .. lengths[b] of the context: the
     committed ones and the anchor's, (G, K, A, d).
 
-    `key` and `value` are (B, A, T, d), `lengths` (B); neighbouring blocks share a sequence. Rounds
-    as `block_attention` does.
+    `key` and `value` are (B, A, T, d), `lengths` (B); neighbouring blocks share a sequence. With
+    `causal`, slot k = 0, 1, ... sees the entries 0 .. lengths[b] + k. Rounds as `block_attention`
+    does.
     """
     num_blocks, block_size = query.shape[:2]
     rows = query.unflatten(0, (key.shape[0], -1)).flatten(1, 2).transpose(1, 2)
     places = torch.arange(key.shape[2], device=key.device)
-    visible = (places <= lengths.unsqueeze(1))[:, None, None]
+    last = lengths.unsqueeze(1)
+    if causal:
+        last = last + torch.arange(block_size, device=key.device)
+    visible = places <= last.repeat(1, rows.shape[2] // last.shape[1])[:, None, :, None]
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=visible)
     return out.transpose(1, 2).reshape(num_blocks, block_size, *query.shape[2:])
 

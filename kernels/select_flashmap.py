@@ -149,7 +149,9 @@ def _trials(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Ope
         "gated_adaln": lambda op: op(x, branch, weight, weight, branch[0], 1e-6),
         "norm_rope": lambda op: [op(heads, norm, 1e-5, rope, places)],
         "block_attention": lambda op: [op(blocks, norm, norm, 1e-5, rope, places)],
-        "context_attention": lambda op: [op(heads.view(2, 3, 3, 16), *caches, lengths)],
+        "context_attention": lambda op: [
+            op(heads.view(2, 3, 3, 16), *caches, lengths, causal) for causal in (False, True)
+        ],
         "write_context": written,
         "block_noise": lambda op: [op(seeds, places.view(2, 3), 50, 1, torch.float32)],
         # Float8 numbers may part by one unit where the division rounds differently: compare values.

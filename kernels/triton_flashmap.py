@@ -2,7 +2,9 @@
 
 Each meets its namesake in the reference file: same arguments, same rounding order. Every shape
 works: tiles are padded to powers of two and masked. Numbers are float32 inside a kernel, and
-`.to(DTYPE).to(tl.float32)` is a rounding of the specification.
+`.to(DTYPE).to(tl.float32)` is a rounding of the specification. LLVM turns a float32 product or sum
+that rounds to half precision into an operation of half precision, which is the same number, and
+would then fuse the two into one that skips the rounding between: `ROUNDED` forbids it.
 
 Legend: B sequences, M draws, K slots, R rows, T context rows, L layers, A heads, d head width, C
 columns.
@@ -24,6 +26,7 @@ except ImportError:  # the kernels below are then never launched: select_ops say
 
 HAS_TRITON = hasattr(triton, "__version__")
 INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: runs on a CPU
+ROUNDED = {"enable_fp_fusion": False}  # at the launch of every kernel that owes roundings
 _COUNTERS = 256  # Philox counters a program, four columns each
 _NOISE = tl.constexpr(int(Stream.NOISE))
 _UNIT = tl.constexpr(2.0**-32)
@@ -229,7 +232,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = padded(columns)
     _rms_norm_kernel[(x.numel() // columns,)](
         x, weight, x, x, out, columns, 0, eps,
-        GATED=False, BLOCK=block, num_warps=_warps(block),
+        GATED=False, BLOCK=block, num_warps=_warps(block), **ROUNDED,
     )  # fmt: skip
     return out
 
@@ -241,7 +244,7 @@ def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor, base: Tensor
     block = padded(columns)
     _rms_norm_kernel[(x.numel() // columns,)](
         x, weight, gate, base, out, columns, columns if base.numel() > columns else 0, eps,
-        GATED=True, BLOCK=block, num_warps=_warps(block),
+        GATED=True, BLOCK=block, num_warps=_warps(block), **ROUNDED,
     )  # fmt: skip
     return out
 
@@ -253,7 +256,7 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     block = padded(columns)
     _adaln_kernel[(x.numel() // columns,)](
         x, x, x, scale, shift, x, out, columns, eps,
-        GATED=False, BLOCK=block, num_warps=_warps(block),
+        GATED=False, BLOCK=block, num_warps=_warps(block), **ROUNDED,
     )  # fmt: skip
     return out
 
@@ -267,7 +270,7 @@ def gated_adaln(
     block = padded(columns)
     _adaln_kernel[(x.numel() // columns,)](
         x, branch, gate, scale, shift, total, out, columns, eps,
-        GATED=True, BLOCK=block, num_warps=_warps(block),
+        GATED=True, BLOCK=block, num_warps=_warps(block), **ROUNDED,
     )  # fmt: skip
     return total, out
 
@@ -279,7 +282,7 @@ def norm_rope(x: Tensor, weight: Tensor, eps: float, rope: Rope, positions: Tens
     out, heads, dim = torch.empty_like(x), padded(num_heads), padded(head_dim)
     _norm_rope_kernel[(rows,)](
         x, weight, *rope, positions, out, num_heads, head_dim, eps,
-        HEADS=heads, DIM=dim, num_warps=_warps(heads * dim),
+        HEADS=heads, DIM=dim, num_warps=_warps(heads * dim), **ROUNDED,
     )  # fmt: skip
     return out
 
@@ -303,7 +306,7 @@ def write_context(
         kv, weight, *rope, positions, slots, key, layout.offsets,
         weight if scales is None else scales, num_heads, head_dim, eps, key.shape[1],
         *key.stride()[:3], *value.stride()[:3],
-        SCALED=scales is not None, HEADS=heads, DIM=dim, num_warps=_warps(heads * dim),
+        SCALED=scales is not None, HEADS=heads, DIM=dim, num_warps=_warps(heads * dim), **ROUNDED,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .arguments_flashmap import padding_token
+from .graphs_flashmap import GraphLoop
 from .loop_flashmap import Commit, DraftLoop
 from .request_flashmap import Drafter, Request, Settings, make_request
 from .sampling_flashmap import Sampler
@@ -111,8 +112,8 @@ def spec_generate(
         streamer: gets the prompt, then each round's committed tokens, then the end, exactly once,
             errors included; for one sequence.
         settings: seed, attention_mask, top_k, top_p, min_p, num_draws, num_candidates, adaptive,
-            past, logits_processor, stopping_criteria, max_time, stop_strings, tokenizer; `Settings`
-            says what they are.
+            graphs, past, logits_processor, stopping_criteria, max_time, stop_strings, tokenizer;
+            `Settings` says what they are.
 
     Raises:
         ValueError: an argument is out of its range, or the drafter does not fit the target.
@@ -213,9 +214,12 @@ def rounds(
     tokens it would have been but for `max_new_tokens`."""
     counts = [0] * len(request.prompts)
     scores: list[list[Tensor]] = [[] for _ in request.prompts]
-    with drafter.target_features(target) as tap:
-        make_loop = TreeLoop if request.drafting.num_nodes else DraftLoop
-        loop = make_loop(drafter, target, tap, request)
+    make_loop = TreeLoop if request.drafting.num_nodes else DraftLoop
+    make_loop = GraphLoop if request.graphs else make_loop
+    with (
+        drafter.target_features(target) as tap,
+        closing(make_loop(drafter, target, tap, request)) as loop,
+    ):
         commits, running = loop.start(), list(range(len(counts)))
         while True:
             for commit in commits:

@@ -41,6 +41,7 @@ from .decoding_flashmap import Streamer, ended, require_one, rounds, with_texts
 from .drafting_flashmap import make_drafting
 from .fused_flashmap import draw_seeds
 from .loop_flashmap import Commit
+from .obstacles_flashmap import choose_graphs
 from .past_flashmap import FlashMapPast
 from .refusals_flashmap import checked_drafter, refuse
 from .request_flashmap import Drafter, Request, check_pair, string_criteria
@@ -66,6 +67,7 @@ def flashmap_decoding(
     num_draws: int | str = 1,
     num_candidates: int | str = 1,
     adaptive: bool | tuple[float, float] = False,
+    graphs: bool | str = "auto",
     seed: int | Sequence[int] | None = None,
     past: FlashMapPast | None = None,
     stop_strings: str | list[str] | None = None,
@@ -92,6 +94,7 @@ def flashmap_decoding(
         num_draws: noise draws a block, whose mixture is the proposal, or "auto".
         num_candidates: blocks' worth of drafts that a pass verifies as a tree, or "auto".
         adaptive: verify fewer drafts, or none, where they do not pay; see `Settings`.
+        graphs: whether rounds are captured in CUDA graphs; see `Settings`.
         seed: makes sampling repeatable; an integer (row b has seed + b), or one a row. None: seeds
             come from torch's default generator.
         past: caches of an earlier call, from the drafter's `new_past`; see `Settings`.
@@ -117,7 +120,7 @@ def flashmap_decoding(
             drafter, model, input_ids, logits_processor,
             [*stopping_criteria, *string_criteria(stop_strings, tokenizer)], generation_config,
             model_kwargs.get("attention_mask"), seed, past, num_steps, num_draws, num_candidates,
-            adaptive,
+            adaptive, graphs,
         )  # fmt: skip
         if streamer is not None:
             require_one(request, "streamer")
@@ -159,6 +162,7 @@ def _request(
     num_draws: int | str,
     num_candidates: int | str,
     adaptive: bool | tuple[float, float],
+    graphs: bool | str,
 ) -> Request:
     """What `generate` prepared, in the loop's terms."""
     prompts = check_prompts(model, input_ids, attention_mask)
@@ -171,20 +175,24 @@ def _request(
     temperature = 1.0 if generation_config.do_sample else 0.0  # a warper divides by the true one
     check_numbers(max_new_tokens, temperature)
     check_pair(drafter, model, prompts, max_new_tokens, past)
-    processors, truncations = _split(logits_processor, generation_config.do_sample)
+    sampling = Sampling(temperature, *_split(logits_processor, generation_config.do_sample))
+    drafting = make_drafting(
+        drafter, model, temperature, num_steps, num_draws, num_candidates, adaptive
+    )
     return Request(
         prompts,
         _places(input_ids, attention_mask),
-        Sampling(temperature, processors, truncations),
+        sampling,
         draw_seeds(len(prompts), seed, None),
         {token for one in ends for token in one.eos_token_id.tolist()},
         others,
         max_new_tokens,
-        make_drafting(drafter, model, temperature, num_steps, num_draws, num_candidates, adaptive),
+        drafting,
         past,
         keeps_scores=bool(
             generation_config.return_dict_in_generate and generation_config.output_scores
         ),
+        graphs=choose_graphs(graphs, drafter, model, sampling, drafting, has_past=past is not None),
     )
 
 

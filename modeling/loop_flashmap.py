@@ -26,7 +26,7 @@ from .sampling_flashmap import Sampler, require_numbers
 from .target_flashmap import FeatureTap
 
 _MOST_PENDING = 64
-_FIRST_CAPACITY = 512  # new tokens the drafter's context has room for before it grows
+FIRST_CAPACITY = 512  # new tokens the drafter's context has room for before it grows
 
 
 class Commit(NamedTuple):
@@ -83,7 +83,7 @@ class DraftLoop:
         self._limit = common_limit(target, list(map(len, prompts)))
         self._runner = self.runner_class.checked(target, tap)
         self._past = FlashMapPast() if request.past is None else request.past
-        room = max(map(len, prompts)) + min(request.max_new_tokens, _FIRST_CAPACITY)
+        room = max(map(len, prompts)) + min(request.max_new_tokens, FIRST_CAPACITY)
         self._cache = drafter.new_cache(len(prompts), room + drafter.config.block_size + 1)
         self._rows = list(range(len(prompts)))
         self._samplers = [
@@ -114,11 +114,18 @@ class DraftLoop:
             logits, features = self._runner.prefill(prompts)
         require_numbers(logits, self._sampling)
         firsts = [sampler.first(row) for sampler, row in zip(self._samplers, logits, strict=True)]
-        self._cache.reserve(self._cache.length + features.shape[1])
-        self._drafter.extend_context(self._cache, features, [len(ids) - kept for ids in prompts])
+        self._fill_context(features, [len(ids) - kept for ids in prompts])
         caches = self._runner.cache, self._cache
         self._past.hold(self._drafter, self._target, caches, self._limit)
         return self._commit([[] for _ in firsts], firsts, logits.unsqueeze(1))
+
+    def _fill_context(self, features: Tensor, counts: list[int]) -> None:
+        """Append the first so many of each sequence's features (B, P, n H) to the context."""
+        self._cache.reserve(self._cache.length + features.shape[1])
+        self._drafter.extend_context(self._cache, features, counts)
+
+    def close(self) -> None:
+        """Give back what others may use; this loop holds nothing of the kind."""
 
     def step(self) -> list[Commit]:
         """One round: one draft and one pass of the target for all sequences that go on."""
@@ -158,14 +165,18 @@ class DraftLoop:
         if len(places) == len(self._rows) or not places:
             return
         self._settle()
+        self._narrow(places)
+        self._runner.select(places)
+        self._cache.keep(places)
+
+    def _narrow(self, places: list[int]) -> None:
+        """Keep what is known of the sequences at these places."""
         self._rows = [self._rows[place] for place in places]
         self._samplers = [self._samplers[place] for place in places]
         if self._paces is not None:
             self._paces = [self._paces[place] for place in places]
         if self._choices is not None:
             self._choices = [self._choices[place] for place in places]
-        self._runner.select(places)
-        self._cache.keep(places)
 
     def _round_costs(self, costs: Costs) -> dict[int, float]:
         """What a round costs by how many drafts deep it verifies."""
@@ -197,7 +208,7 @@ class DraftLoop:
             self._pending = []
 
     def _commit(
-        self, accepted: list[list[int]], bonuses: list[int], logits: Tensor
+        self, accepted: list[list[int]], bonuses: list[int], logits: Tensor | list[Tensor]
     ) -> list[Commit]:
         """`logits` (B, m, V) are the target's along what is accepted."""
         commits = []

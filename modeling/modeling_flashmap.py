@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .acceptance_flashmap import coin_table
 from .arguments_flashmap import COLDEST
 from .attention_flashmap import TRITON_OPS
 from .cache_flashmap import FlashMapCache
@@ -36,19 +37,23 @@ from .draws_flashmap import DrawChoice
 from .flow_flashmap import advance, sharpness
 from .folds_flashmap import JumpFold
 from .fused_flashmap import draw_seeds, rope_table
+from .graphs_flashmap import RoundStore
 from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .linear_flashmap import Linear
 from .loop_flashmap import DraftLoop
+from .obstacles_flashmap import choose_graphs
 from .pace_flashmap import Pace
 from .past_flashmap import FlashMapPast
 from .positions_flashmap import position_limit
 from .reference_flashmap import block_noise
 from .refusals_flashmap import NotAnAssistant
 from .request_flashmap import Request
+from .round_flashmap import Round
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler
 from .select_flashmap import select_ops
+from .static_flashmap import static_cache
 from .step_flashmap import FusedStep
 from .target_flashmap import (
     FeatureTap,
@@ -70,8 +75,8 @@ Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 __all__ = [
     "COLDEST", "HAS_TRITON", "MOST_NODES", "TRITON_OPS", "DraftLoop", "DraftTree", "DrawChoice",
     "FlashMapCache", "FlashMapDraftModel", "FlashMapPast", "FusedStep", "JumpFold", "Linear",
-    "Pace", "Request", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner", "position_limit",
-    "select_ops",
+    "Pace", "Request", "Round", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner",
+    "choose_graphs", "coin_table", "position_limit", "select_ops", "static_cache",
 ]  # fmt: skip
 _BFLOAT16_STEP = 2.0**-8
 
@@ -107,6 +112,7 @@ class FlashMapDraftModel(PreTrainedModel):
         self._modulation_memo = TensorMemo()
         self._constant_memo = TensorMemo()
         self._embedding_memo = TensorMemo()
+        self.round_store = RoundStore()
         self.generation_config = NotAnAssistant()  # type: ignore[no-untyped-call]
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -337,7 +343,7 @@ class FlashMapDraftModel(PreTrainedModel):
             cache.mask(slots[0].numel() * num_draws),
         )
         context = cache.context(cache.length + 1)
-        embedding = self._embedding(embed_tokens)
+        embedding = self.dense_embedding(embed_tokens)
         state = None if noise is None else noise.to(device=self.device, dtype=torch.float32)
         if state is None:
             seeds = torch.tensor(draw_seeds(shape[0], seed, generator), device=self.device)
@@ -377,7 +383,7 @@ class FlashMapDraftModel(PreTrainedModel):
         noise = block_noise(seeds, positions, width, num_draws, self.dtype)
         return self.mix_state(uniform, noise @ factor.T, 0.0, 1.0)
 
-    def _embedding(self, embed_tokens: nn.Module) -> Tensor:
+    def dense_embedding(self, embed_tokens: nn.Module) -> Tensor:
         """The first V rows of the target's embedding; rows of a packed one are looked up once."""
         rows, width = self.config.vocab_size, self.config.target_hidden_size
         dense = dense_embedding(embed_tokens, width)
@@ -435,6 +441,7 @@ class FlashMapDraftModel(PreTrainedModel):
         self._modulation_memo.clear()
         self._constant_memo.clear()
         self._embedding_memo.clear()
+        self.round_store.clear()
 
     def _init_weights(self, module: nn.Module) -> None:
         # Weights found in a checkpoint carry a mark; a module with some of them missing must keep

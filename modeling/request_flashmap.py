@@ -34,6 +34,7 @@ from .arguments_flashmap import (
 from .configuration_flashmap import FlashMapConfig
 from .drafting_flashmap import Drafting, make_drafting
 from .fused_flashmap import draw_seeds
+from .obstacles_flashmap import choose_graphs
 from .past_flashmap import FlashMapPast
 from .sampling_flashmap import Place, Sampling, make_sampling
 from .target_flashmap import FeatureTap
@@ -43,6 +44,7 @@ class Drafter(Protocol):
     """What a generation needs of a drafter; `FlashMapDraftModel` documents each."""
 
     config: FlashMapConfig
+    round_store: Any
 
     @property
     def device(self) -> torch.device: ...
@@ -90,6 +92,8 @@ class Settings(TypedDict, total=False):
             a run is hardly ever slower than plain decoding; two numbers give the costs to go by, in
             passes of the target over one token: of a draft, and of one more token in a pass.
             Rounds without a draft count in `acceptance_lengths` like any other pass.
+        graphs: "auto" captures rounds in CUDA graphs where device, target and settings allow it;
+            True: or raises ValueError; False: runs them one operation at a time.
         past: caches of an earlier call, from `new_past`; what the prompt shares with its text is
             not run again, and it holds the whole text afterwards.
         logits_processor: transformers' processors; they act on the target's logits, and on the
@@ -108,6 +112,7 @@ class Settings(TypedDict, total=False):
     num_draws: int | str
     num_candidates: int | str
     adaptive: bool | tuple[float, float]
+    graphs: bool | str
     past: FlashMapPast | None
     logits_processor: LogitsProcessorList | None
     stopping_criteria: StoppingCriteriaList | None
@@ -131,6 +136,7 @@ class Request:
         drafting: how rounds are drafted.
         past: caches to go on with, of one sequence.
         keeps_scores: whether commits carry the scores that their tokens were chosen by.
+        graphs: False, or as `graphs` of `Settings` where nothing is known to speak against it.
     """
 
     prompts: list[Tensor]
@@ -143,6 +149,7 @@ class Request:
     drafting: Drafting
     past: FlashMapPast | None = None
     keeps_scores: bool = False
+    graphs: bool | str = False
 
 
 def make_request(
@@ -166,16 +173,27 @@ def make_request(
     check_numbers(max_new_tokens, temperature)
     past = settings.get("past")
     check_pair(drafter, target, prompts, max_new_tokens, past)
+    sampling = make_sampling(
+        float(temperature),
+        settings.get("top_k"),
+        settings.get("top_p"),
+        settings.get("min_p"),
+        settings.get("logits_processor"),
+    )
+    drafting = make_drafting(
+        drafter,
+        target,
+        temperature,
+        num_steps,
+        settings.get("num_draws", 1),
+        settings.get("num_candidates", 1),
+        settings.get("adaptive", False),
+    )
+    asked = settings.get("graphs", "auto")
     return Request(
         prompts,
         [Place()] * len(prompts),
-        make_sampling(
-            float(temperature),
-            settings.get("top_k"),
-            settings.get("top_p"),
-            settings.get("min_p"),
-            settings.get("logits_processor"),
-        ),
+        sampling,
         draw_seeds(len(prompts), settings.get("seed"), generator),
         stop_tokens(target, stop_token_ids),
         [
@@ -184,16 +202,9 @@ def make_request(
             *string_criteria(settings.get("stop_strings"), settings.get("tokenizer")),
         ],
         max_new_tokens,
-        make_drafting(
-            drafter,
-            target,
-            temperature,
-            num_steps,
-            settings.get("num_draws", 1),
-            settings.get("num_candidates", 1),
-            settings.get("adaptive", False),
-        ),
+        drafting,
         past,
+        graphs=choose_graphs(asked, drafter, target, sampling, drafting, past is not None),
     )
 
 

@@ -122,6 +122,13 @@ class TargetRunner:
         """Entries of the target's cache, holes included."""
         return max(self._lengths) if self._visible is None else self._visible.shape[1]
 
+    def entries(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (B, heads, T, d) a layer, of every sequence as many as it has tokens."""
+        if self._visible is not None:
+            self._move_together()
+        layers: list[Any] = self._cache.layers
+        return [(layer.keys, layer.values) for layer in layers]
+
     def resume(
         self, cache: DynamicCache, num_tokens: int, num_kept: int, prompt: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -206,6 +213,12 @@ class TargetRunner:
             return
         if holes <= MOST_HOLES and len(self._lengths) > 1:
             return
+        self._move_together()
+
+    def _move_together(self) -> None:
+        """Let every sequence's own entries come first."""
+        assert self._visible is not None
+        longest = max(self._lengths)
         order = torch.argsort((~self._visible).int(), dim=1, stable=True)[:, :longest]
         layers: list[Any] = self._cache.layers
         for layer in layers:
@@ -216,7 +229,7 @@ class TargetRunner:
             layer.values = layer.values.gather(
                 2, places.expand(-1, layer.values.shape[1], -1, layer.values.shape[3])
             )
-        self._visible = None if even else self._visible.gather(1, order)
+        self._visible = None if min(self._lengths) == longest else self._visible.gather(1, order)
 
     def _features(self, num_tokens: int) -> Tensor:
         features = self._tap()

@@ -46,6 +46,24 @@ class Sampling:
         """Whether the likeliest token of the bare logits is taken."""
         return self.temperature == 0.0 and not self.processors
 
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Float32 distribution (..., V) of `scores` after the processors, at the temperature, or at
+        1 where the likeliest are taken."""
+        scores = scores.float()
+        # Largest score 0: a temperature near 0 must not overflow.
+        scaled = (scores - scores.amax(-1, keepdim=True)) / (self.temperature or 1.0)
+        return torch.softmax(self.truncated(scaled), dim=-1)
+
+    def truncated(self, scores: Tensor) -> Tensor:
+        """Scores (..., V) after the truncations."""
+        if not self.truncations:
+            return scores
+        rows = scores.reshape(-1, scores.shape[-1])
+        nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
+        for truncation in self.truncations:
+            rows = truncation(nothing, rows)
+        return rows.view_as(scores)
+
 
 def make_sampling(
     temperature: float,
@@ -186,13 +204,7 @@ class Sampler:
             p, q = p_of(slot), q_KV[slot].to(logits.device)
             chance_q, chance_p = torch.stack((q[draft], p[draft])).tolist()
             if not coin(self.seed, position + slot + 1, Stream.ACCEPT) * chance_q < chance_p:
-                weights = p.clone()
-                weights[: len(q)] -= q
-                weights.clamp_(min=0.0)
-                # p and q agree to rounding and the draft was rejected all the same: any choice but
-                # p would be biased.
-                weights = weights if weights.sum() > 0 else p
-                return slot, self._draw(weights, position + slot + 1, Stream.BONUS)
+                return slot, self._draw(residual(p, q), position + slot + 1, Stream.BONUS)
         end = len(drafts)
         return end, self._draw(p_of(end), position + end + 1, Stream.BONUS)
 
@@ -257,34 +269,35 @@ class Sampler:
         """Float32 scores (m, V) that the next `tokens` are chosen by: the target's `logits` (m, V)
         before each, processed and truncated."""
         rows = [self._processed(row[None], tokens[:place]) for place, row in enumerate(logits)]
-        return self._truncated(torch.cat(rows).float())
+        return self.sampling.truncated(torch.cat(rows).float())
 
     def _probabilities(self, scores: Tensor) -> Tensor:
-        """Float32 distribution (..., V) of `scores` at the sampling temperature, or at 1 where the
-        likeliest are taken."""
-        scores = scores.float()
-        # Largest score 0: a temperature near 0 must not overflow.
-        scaled = (scores - scores.amax(-1, keepdim=True)) / (self.sampling.temperature or 1.0)
-        return torch.softmax(self._truncated(scaled), dim=-1)
-
-    def _truncated(self, scores: Tensor) -> Tensor:
-        """Scores (..., V) after the truncations."""
-        if not self.sampling.truncations:
-            return scores
-        rows = scores.reshape(-1, scores.shape[-1])
-        nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
-        for truncation in self.sampling.truncations:
-            rows = truncation(nothing, rows)
-        return rows.view_as(scores)
+        return self.sampling.probabilities(scores)
 
     def _draft(self, q: Tensor, position: int) -> int:
         return self._draw(q, position, Stream.DRAFT)
 
     def _draw(self, weights: Tensor, position: int, stream: Stream) -> int:
-        """Smallest token at which the sum of `weights` (V) exceeds a uniform share of the total."""
-        cumulative = weights.double().cumsum(dim=-1)
-        reached = (cumulative > coin(self.seed, position, stream) * cumulative[-1]) & (weights > 0)
-        return int(reached.int().argmax())
+        return int(draw(weights, coin(self.seed, position, stream)))
+
+
+def draw(weights: Tensor, share: Tensor | float) -> Tensor:
+    """Smallest token (...) at which the sum of `weights` (..., V) exceeds a share (..., 1) of the
+    total."""
+    cumulative = weights.double().cumsum(dim=-1)
+    reached = (cumulative > share * cumulative[..., -1:]) & (weights > 0)
+    return reached.int().argmax(dim=-1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Weights (..., V) of the token in the place of a rejected draft: max(p - q, 0) for `p` (...,
+    V) and `q` over its first tokens."""
+    weights = p.clone()
+    weights[..., : q.shape[-1]] -= q
+    weights = weights.clamp(min=0.0)
+    # p and q agree to rounding and the draft was rejected all the same: any choice but p would be
+    # biased.
+    return torch.where(weights.sum(dim=-1, keepdim=True) > 0, weights, p)
 
 
 def require_numbers(logits: Tensor, sampling: Sampling) -> None:

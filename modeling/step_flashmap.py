@@ -279,7 +279,7 @@ class DenseContext:
         """Slots of `positions` (B, m) of each sequence; -1 beyond the capacity."""
         capacity = self.kv.shape[4]
         first = torch.arange(len(positions), device=positions.device).unsqueeze(1) * capacity
-        return torch.where(positions < capacity, first + positions, -1)
+        return (first + positions).masked_fill(positions >= capacity, -1)
 
     def write(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Store projected rows (T, L, 2, A, d) at `slots`."""

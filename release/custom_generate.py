@@ -48,7 +48,7 @@ def generate(
         streamer: as in `generate`; ended exactly once, errors included.
         tokenizer: reads `stop_strings`.
         arguments: those of `generate`, and `num_steps`, `num_draws`, `num_candidates`, `adaptive`,
-            `seed`, `past`.
+            `graphs`, `seed`, `past`.
 
     Returns:
         What `generate` returns.

@@ -47,8 +47,8 @@ CONFIG_FIELDS = [
 ]  # fmt: skip
 SETTINGS = {
     "seed", "attention_mask", "top_k", "top_p", "min_p", "num_draws", "num_candidates",
-    "adaptive", "past", "logits_processor", "stopping_criteria", "max_time", "stop_strings",
-    "tokenizer",
+    "adaptive", "graphs", "past", "logits_processor", "stopping_criteria", "max_time",
+    "stop_strings", "tokenizer",
 }  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
@@ -56,7 +56,7 @@ SIGNATURES = {
     "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
     "generator settings",
     "flashmap_decoding": "input_ids logits_processor stopping_criteria generation_config * "
-    "draft_model num_steps num_draws num_candidates adaptive seed past stop_strings "
+    "draft_model num_steps num_draws num_candidates adaptive graphs seed past stop_strings "
     "tokenizer streamer model_kwargs",
     "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
     "extend_context": "cache target_hidden counts",
@@ -108,6 +108,12 @@ def test_the_fused_step_is_made_of_plain_arguments() -> None:
     assert written(DenseContext.__init__) == "step kv lengths"
     assert list(inspect.signature(select_ops).parameters) == ["device", "dtype", "choice"]
     assert CHOICES == ("auto", "eager", "triton")
+
+
+def test_sizes_of_captured_rounds() -> None:
+    from flashmap.modeling.graphs_flashmap import ROOMS
+
+    assert ROOMS == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def test_fields_of_the_configuration() -> None:

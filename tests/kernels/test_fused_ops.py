@@ -78,8 +78,9 @@ def test_norms(rows: int, columns: int, dtype: torch.dtype, device: str) -> None
             check(ops["rms_norm"](x, weight, 1e-6), norm, NORMS[dtype])
             gated = base.double() + gate.double() * norm
             check(ops["gated_norm"](x, weight, 1e-6, gate, base), gated, NORMS[dtype])
-    arguments = (x, weight, 1e-6)
-    check_rounding(TRITON_OPS["rms_norm"](*arguments), EAGER_OPS["rms_norm"](*arguments))
+        arguments = (x, weight, 1e-6, gate, base)
+        check_rounding(TRITON_OPS["gated_norm"](*arguments), EAGER_OPS["gated_norm"](*arguments))
+    check_rounding(TRITON_OPS["rms_norm"](*arguments[:3]), EAGER_OPS["rms_norm"](*arguments[:3]))
 
 
 @DTYPES
@@ -152,24 +153,29 @@ CONTEXTS = [
 
 
 @FEWER_DTYPES
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize(("sequences", "draws", "slots", "heads", "width", "room"), CONTEXTS)
 def test_context_attention(
-    sequences: int, draws: int, slots: int, heads: int, width: int, room: int,
+    sequences: int, draws: int, slots: int, heads: int, width: int, room: int, causal: bool,
     dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     numbers = Numbers(device, dtype)
     query = numbers(sequences * draws, slots, heads, width)
-    caches = numbers(2, sequences, heads, room, width)
+    more = slots - 1 if causal else 0
+    caches = numbers(2, sequences, heads, room + more, width)
     lengths = torch.tensor([room - 1, 0, room // 2] * 3, device=device)[:sequences]
     expected = torch.empty(query.shape, dtype=torch.float64, device=device)
     for block, rows in enumerate(query):
-        seen = int(lengths[block // draws]) + 1
-        key, value = caches[:, block // draws, :, :seen].transpose(1, 2)
-        expected[block] = exact.attend(rows, key, value)
+        first = int(lengths[block // draws]) + 1
+        ends = range(first, first + slots) if causal else [first]
+        parts = rows.split(1) if causal else [rows]
+        for slot, (end, part) in enumerate(zip(ends, parts, strict=True)):
+            key, value = caches[:, block // draws, :, :end].transpose(1, 2)
+            expected[block, slot : slot + len(part)] = exact.attend(part, key, value)
     for sequence, length in enumerate(lengths.tolist()):
-        caches[:, sequence, :, length + 1 :] = 1e4  # what lies beyond must not be seen
+        caches[:, sequence, :, length + 1 + more :] = 1e4  # what lies beyond must not be seen
     for ops in (EAGER_OPS, TRITON_OPS):
-        found = ops["context_attention"](query, *caches, lengths)
+        found = ops["context_attention"](query, *caches, lengths, causal)
         check(found, expected, ATTENTION[dtype])
 
 
