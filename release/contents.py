@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmap.checkpoint import CONFIG
+from flashmap.files import write_whole
 
 from .errors import ReleaseError
 
@@ -124,10 +125,11 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def refresh_record(folder: Path, names: Iterable[str]) -> None:
-    """Write the present size and digest of these files into release.json. Raises ReleaseError."""
+    """Write the present size and digest of these files into release.json. Raises ReleaseError, and
+    ValueError if it cannot be written."""
     record, found = read_record(folder), folder_files(folder)
     record["files"].update({name: found[name] for name in names})
-    (folder / RECORD).write_bytes(write_json(record))
+    write_whole(folder / RECORD, write_json(record))
 
 
 def read_config(folder: Path) -> "FlashMapConfig":

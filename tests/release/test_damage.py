@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.pair_folders import edit_json, edit_weights, shard, truncate
 from support.releases import check_statically, failures, setting
 
-from flashmap.release.contents import folder_files
+from flashmap.release.card import write_card
+from flashmap.release.contents import folder_files, refresh_record
 
 Break = Callable[[Path], Any]
 TOKEN = "hf_" + "a1B2" * 9
@@ -112,6 +113,16 @@ def other_picture(path: Path) -> None:
     from matplotlib.figure import Figure
 
     Figure(figsize=(1, 1)).savefig(path)
+
+
+def target_folder(folder: Path) -> None:
+    """A release of a source whose recipe named a folder."""
+    edit_json(folder / "config.json", target_model="/models/toy")
+    edit_json(folder / "release.json", target_model="/models/toy")
+    text = (folder / "README.md").read_text().replace("base_model: toy\n", "")
+    (folder / "README.md").write_text(text)
+    write_card(folder)
+    refresh_record(folder, ["config.json"])
 
 
 FILES: dict[str, tuple[Break, str]] = {
@@ -240,6 +251,7 @@ CONFIGURATION: dict[str, tuple[Break, str]] = {
     "taps beyond the target": (config(num_target_layers=1), "engine-keys"),
     "heads of another width": (config(head_dim=64), "engine-keys"),
     "first stage only": (config(flow_map=False), "stage"),
+    "a target that is a folder": (target_folder, "target"),
     "no revision of the target": (config(target_revision=None), "target"),
     "another target than recorded": (config(target_vocab_hash="1" * 64), "target"),
     "grids of another vocabulary": (
