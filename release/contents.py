@@ -111,12 +111,14 @@ def write_json(value: Any) -> bytes:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """release.json; its ``files`` are rows by path. Raises ReleaseError."""
+    """release.json; its ``files`` are rows by path, its ``versions`` by package. Raises
+    ReleaseError."""
     record = read_json(folder, RECORD, "record")
-    if not isinstance(record.get("files"), dict):
+    missing = [name for name in ("files", "versions") if not isinstance(record.get(name), dict)]
+    if missing:
         raise ReleaseError(
             "record",
-            f"{folder / RECORD} without an object `files`",
+            f"{folder / RECORD} without an object `{missing[0]}`",
             "the build's record",
             "build again",
             [RECORD],

@@ -92,6 +92,8 @@ def finite(release: ReleaseFolder) -> str:
 
 
 def _stored_dtype(release: ReleaseFolder) -> str:
+    if not release.headers:
+        raise ReleaseError("weights", "no tensors", "those of the configuration", "build again")
     found = {STORED.get(header[1], header[1]) for header in release.headers.values()}
     try:
         return require_one_dtype(found, release.path)
