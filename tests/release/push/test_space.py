@@ -116,13 +116,13 @@ def test_pins_are_what_the_hub_has_now(hub: LocalHub) -> None:
 @pytest.mark.parametrize("config", [b'{"model_type": "llama"}', b"[]", b"{", b"\xff"])
 def test_a_repository_that_is_no_drafter(config: bytes, hub: LocalHub) -> None:
     push_files({"config.json": config}, "v1")
-    with pytest.raises(ReleaseError, match="ada/drafter whose config.json names no target_model"):
+    with pytest.raises(ReleaseError, match=r"ada/drafter whose config\.json names no target_model"):
         target_of(pin("ada/drafter"))
 
 
 def test_no_configuration_is_one_message(hub: LocalHub) -> None:
     push_files({"README.md": b"# None\n"}, "v1")
-    with pytest.raises(ReleaseError, match="reading config.json"):
+    with pytest.raises(ReleaseError, match=r"reading config\.json"):
         target_of(pin("ada/drafter"))
 
 
