@@ -89,6 +89,8 @@ def check(
         raise ValueError("--acceptance needs --target: acceptance is that of a target")
     if prompts is not None and prompts < 1:
         raise ValueError(f"--prompts {prompts}: ask for at least 1 prompt")
+    if prompts is not None and not acceptance:
+        raise ValueError("--prompts needs --acceptance: it says how many prompts to measure on")
     with results_on_stdout(), busy("checking") as say:
         from flashmap.release.check import Wanted, check_release
 

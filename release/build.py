@@ -33,8 +33,11 @@ from .contents import (
     read_json,
     write_json,
 )
+from .draft_vocab import drafted_tokens
+from .errors import ReleaseError
 from .grid_modes import grid_mode
 from .measurements import Measurement, read_measurements
+from .names import require_repo_id, require_tag
 from .picture import require_current_picture
 from .place import publish, workplace
 from .remote_code import AUTO_MAP, code_digest, custom_generate, read_closure, stamped
@@ -96,17 +99,18 @@ def build_release(
 
     ``tag`` and ``repo_id`` say where the release is going: they stand in the card, in release.json
     and in custom_generate/generate.py. Weights above ``max_shard_size`` are split. Raises
-    ReleaseError if the source is incomplete or holds NaN, or if ``out`` cannot be written or holds
-    files that no build wrote.
+    ReleaseError if the source is incomplete or holds NaN, if no repository can have the id or the
+    tag, or if ``out`` cannot be written or holds files that no build wrote.
     """
+    _require_sound(source, tag, repo_id)
     code = stamped(read_closure(Path(next(iter(modeling.__path__)))))
     tensors = {
         name: tensor for path in weight_paths(source) for name, tensor in read_tensors(path).items()
     }
     config = read_config(source)
     require_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    require_finite(tensors.items())
     written = _release_config(source, config, tensors, code_digest(code))
+    require_finite(tensors.items())
     measurements = read_measurements(source)
     contents = {
         **code,
@@ -132,6 +136,17 @@ def build_release(
     return Build(out, changed, sizes, written["code_digest"])
 
 
+def _require_sound(source: Path, tag: str | None, repo_id: str | None) -> None:
+    if tag is not None:
+        require_tag(tag)
+    if repo_id is not None:
+        require_repo_id(repo_id)
+    if not source.is_dir():
+        raise ReleaseError(
+            "source", f"no folder {source}", "a drafter's folder", "name a models/ entry or a path"
+        )
+
+
 def _release_config(
     source: Path, config: "FlashMapConfig", tensors: "dict[str, Tensor]", digest: str
 ) -> dict[str, Any]:
@@ -150,7 +165,7 @@ def _release_config(
         "mask_token_id": 0,  # read by engines that pad a block; this drafter never embeds its slots
         "max_position_embeddings": DEFAULT_POSITIONS,
         **{name: raw[name] for name in PASSED_ON if name in raw},
-        "draft_vocab_size": raw.get("draft_vocab_size") or config.vocab_size,
+        "draft_vocab_size": drafted_tokens(raw, config.vocab_size),
         "architectures": ["FlashMapDraftModel"],
         "auto_map": AUTO_MAP,
         "model_type": "flashmap",

@@ -106,7 +106,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ReleaseError(
             "eval",
-            f"{folder / RECIPE} unreadable ({error})",
+            f"{RECIPE} unreadable ({error})",
             "a recipe in TOML",
             "restore it, or remove it",
             [RECIPE],
@@ -116,7 +116,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
 def read_card(content: bytes) -> str:
     """A card's text, its line ends as they are. Raises ReleaseError."""
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")  # a mark before it would hide the front matter
     except UnicodeDecodeError as error:
         raise ReleaseError(
             "card-metadata", f"{CARD} is not UTF-8 ({error})", "text", "save it as UTF-8", [CARD]
@@ -206,17 +206,17 @@ def write_card(folder: Path, *, picture: bool = True) -> Written:
         )
     record = read_record(folder) if (folder / RECORD).exists() else {}
     changed = []
-    measurements = read_measurements(folder)
+    path, measurements = folder / CARD, read_measurements(folder)
+    before = read_file(folder, CARD) if path.exists() else None
+    render_card(before, Facts.of(folder, record))  # raises what there is to raise
     if picture and not _is_current(folder / PICTURE, measurements):
         changed += [PICTURE] * draw(measurements, folder / PICTURE)
-    path = folder / CARD
-    before = read_file(folder, CARD) if path.exists() else None
     content = render_card(before, Facts.of(folder, record))
     if content != before:
         write_whole(path, content)  # at no moment is what people wrote gone
         changed.append(CARD)
-    if record and changed:
-        refresh_record(folder, changed)
+    if record:  # what was written by hand, or before a kill, counts too
+        refresh_record(folder, {CARD, *changed})
     return Written(path, changed)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmap.checkpoint import CONFIG
+from flashmap.files import write_whole
 
 from .errors import ReleaseError
 
@@ -110,12 +111,14 @@ def write_json(value: Any) -> bytes:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """release.json; its ``files`` are rows by path. Raises ReleaseError."""
+    """release.json; its ``files`` are rows by path, its ``versions`` by package. Raises
+    ReleaseError."""
     record = read_json(folder, RECORD, "record")
-    if not isinstance(record.get("files"), dict):
+    missing = [name for name in ("files", "versions") if not isinstance(record.get(name), dict)]
+    if missing:
         raise ReleaseError(
             "record",
-            f"{folder / RECORD} without an object `files`",
+            f"{folder / RECORD} without an object `{missing[0]}`",
             "the build's record",
             "build again",
             [RECORD],
@@ -124,10 +127,11 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def refresh_record(folder: Path, names: Iterable[str]) -> None:
-    """Write the present size and digest of these files into release.json. Raises ReleaseError."""
+    """Write the present size and digest of these files into release.json. Raises ReleaseError, and
+    ValueError if it cannot be written."""
     record, found = read_record(folder), folder_files(folder)
     record["files"].update({name: found[name] for name in names})
-    (folder / RECORD).write_bytes(write_json(record))
+    write_whole(folder / RECORD, write_json(record))
 
 
 def read_config(folder: Path) -> "FlashMapConfig":

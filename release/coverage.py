@@ -5,14 +5,13 @@ A slot whose token the drafter cannot say is always rejected, so what a size lea
 added to the rejections of every slot; a larger one costs memory and time in every draft.
 """
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flashmap.files import write_whole
+from flashmap.files import write_figure
 
 SMALLEST, STEP = 1024, 1024  # sizes recommended are multiples: kernels work in such tiles
 
@@ -70,9 +69,7 @@ def draw_coverage(ranked_counts: Tensor, recommended: Size, path: Path) -> bool:
     axes.set_xlabel("size of the draft vocabulary")
     axes.set_ylabel("share of tokens covered")
     axes.grid(alpha=0.3)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
     return True
 
 

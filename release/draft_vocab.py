@@ -2,15 +2,31 @@
 tokens, which costs all acceptance and no error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from flashmap.checkpoint import CONFIG
 
 from .errors import ReleaseError
 from .weights import read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def drafted_tokens(config: Mapping[str, Any], vocab_size: int) -> int:
+    """How many tokens the drafter may say, as ``config`` states. Raises ReleaseError."""
+    stated = config.get("draft_vocab_size")
+    if stated is not None and (type(stated) is not int or not 0 <= stated <= vocab_size):
+        raise ReleaseError(
+            "draft-vocab",
+            f"draft_vocab_size {stated!r}",
+            f"a whole number up to {vocab_size}, or none for all tokens",
+            "mend config.json of the source, and build again",
+            [CONFIG],
+        )
+    return stated or vocab_size
 
 
 def require_valid_ranking(path: Path, vocab_size: int) -> None:

@@ -97,6 +97,8 @@ def translate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     used = {LAYER, ABOUT, "aux_hidden_state_layer_ids", "time_grids", *SAME, *RENAMED}
     found["target_layer_ids"] = [layer_id - 1 for layer_id in _layer_ids(raw)]
     if grids := raw.get("time_grids"):
+        if not isinstance(grids, list):
+            raise _refusal(f"time_grids {str(grids)[:60]!r}", "a list of grids")
         found["jump_grids"] = {str(number): grid for number, grid in enumerate(grids, 1)}
     if theta := _rope_theta(layer):
         found["rope_theta"] = theta

@@ -8,10 +8,14 @@ from pathlib import Path
 # Shapes of credentials that their issuers document; each would be valid for whoever finds it.
 SECRETS = {
     "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{30,}",
-    "an AWS key": rb"\bAKIA[0-9A-Z]{16}\b",
+    "a Hugging Face organisation's token": rb"\bapi_org_[A-Za-z0-9]{30,}",
+    "an AWS key": rb"\bA(?:KIA|SIA)[0-9A-Z]{16}\b",
+    "a Google key": rb"\bAIza[A-Za-z0-9_-]{35}",
+    "a Slack token": rb"\bxox[abprs]-[A-Za-z0-9-]{20,}",
+    "a GitLab token": rb"\bglpat-[A-Za-z0-9_-]{20,}",
     "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9_]{60,})",
     "an API key": rb"\bsk-[A-Za-z0-9_-]{32,}",
-    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
 }
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"}
 _SECRET = re.compile(b"|".join(b"(%b)" % pattern for pattern in SECRETS.values()))
@@ -41,7 +45,7 @@ def _texts(path: Path) -> Iterator[bytes]:
 
 def may_be_pickle(path: Path) -> bool:
     """Whether a file is a pickle by its name, by its first bytes, or as torch's archive of one."""
-    if path.suffix in PICKLES:
+    if path.suffix.lower() in PICKLES:
         return True
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:

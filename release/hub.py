@@ -21,18 +21,14 @@ from huggingface_hub import (
     get_token,
 )
 from huggingface_hub import __version__ as client_version
-from huggingface_hub.errors import (
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from flashmap import __version__
 
 from .errors import ReleaseError
 from .hub_errors import AGAIN, CLIENT_ERRORS, explain, in_short, is_taken, may_pass, wait_asked
+from .names import require_repo_id
 from .plan import Plan, RemoteFile
 
 log = logging.getLogger(__name__)
@@ -50,18 +46,7 @@ class HubRepo:
     """
 
     def __init__(self, repo_id: str, kind: str = "model") -> None:
-        try:
-            validate_repo_id(repo_id)
-            well_formed = "/" in repo_id
-        except HFValidationError:
-            well_formed = False
-        if not well_formed:
-            raise ReleaseError(
-                "repo-id",
-                repr(repo_id),
-                "owner/name, of letters, digits, '-', '_' and '.'",
-                "name the account or organisation and the repository, as in me/my-drafter",
-            )
+        require_repo_id(repo_id)
         if kind == "kernel" and not hasattr(constants, "REPO_TYPES_WITH_KERNEL"):
             raise ReleaseError(
                 "client",

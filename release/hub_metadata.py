@@ -35,7 +35,7 @@ def metadata_problems(data: Mapping[str, Any], target: str) -> Iterator[str]:
     """What is wrong with a card's front matter ``data`` for a drafter of ``target``."""
     yield from _licence(data)
     bases = _listed(data.get("base_model"))
-    if target not in bases:
+    if HUB_ID.fullmatch(target) and target not in bases:
         yield f"base_model {data.get('base_model')!r} is not the target {target}"
     if data.get("library_name") != LIBRARY:
         yield f"library_name {data.get('library_name')!r} is not {LIBRARY}"

@@ -7,6 +7,8 @@ import importlib.util
 import struct
 from pathlib import Path
 
+from flashmap.files import write_figure
+
 from .contents import PICTURE
 from .errors import ReleaseError
 from .measurements import Measurement, slots_digest
@@ -51,7 +53,7 @@ def require_current_picture(png: bytes | None, measurements: list[Measurement]) 
 def draw(measurements: list[Measurement], path: Path) -> bool:
     """Draw acceptance by slot into ``path``; returns whether there was anything to draw.
 
-    Raises ReleaseError where matplotlib is missing.
+    Raises ReleaseError where matplotlib is missing, ValueError if it cannot be written.
     """
     digest = data_digest(measurements)
     if digest is None:
@@ -85,5 +87,5 @@ def draw(measurements: list[Measurement], path: Path) -> bool:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
     # No version and no date, so that the same numbers give the same file.
-    figure.savefig(path, dpi=110, metadata={"Software": None, KEY.decode(): digest})
+    write_figure(path, figure, dpi=110, metadata={"Software": None, KEY.decode(): digest})
     return True

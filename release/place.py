@@ -29,6 +29,8 @@ def workplace(out: Path) -> Iterator[Path]:
     Raises ReleaseError if ``out`` holds what no build wrote, another build is writing it, or the
     disk does not let us.
     """
+    if not out.name:
+        raise ReleaseError("out", f"--out {out}", "a folder below it", "name another --out")
     work = _work_folder(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ only if main is still where the plan saw it. A tag comes last. Every step begins
 it has been done, so a push that was killed is finished by running it again.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,9 +14,9 @@ from .contents import CARD
 from .errors import ReleaseError
 from .hub import HubRepo
 from .hub_errors import AGAIN
+from .names import require_tag
 from .plan import KEPT, LocalFile, Plan
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 # A new repository may hold these.
 HUB_MADE = {KEPT, CARD}
 # Pull requests that are searched for one that already proposes the same files.
@@ -54,9 +53,8 @@ class Pushed:
 def make_plan(repo: HubRepo, files: Mapping[str, LocalFile], mark: Mark | None) -> Plan:
     """Compare ``files`` with main. Raises ReleaseError for a mark that cannot be given: an odd
     name, or a tag that names other files."""
-    if mark and not NAME.fullmatch(mark.name):
-        fix = "name the release as in v1.0"
-        raise ReleaseError("tag", repr(mark.name), "letters, digits, '.', '_' and '-'", fix)
+    if mark:
+        require_tag(mark.name)
     head = repo.head()
     plan = Plan(files, head, repo.tree(head) if head else {})
     if mark and head and not mark.moves:

@@ -49,8 +49,20 @@ def pin(ref: str) -> Pin:
 
 
 def target_of(drafter: Pin) -> str:
-    """The target that a pushed drafter was trained for, as ``owner/name[@revision]``."""
-    config: dict[str, Any] = json.loads(HubRepo(drafter.repo_id).read(CONFIG, drafter.revision))
+    """The target that a pushed drafter was trained for, as ``owner/name[@revision]``. Raises
+    ReleaseError if it names none."""
+    content = HubRepo(drafter.repo_id).read(CONFIG, drafter.revision)
+    try:
+        config: Any = json.loads(content)
+    except ValueError:  # no JSON, or no text
+        config = None
+    if not isinstance(config, dict) or "target_model" not in config:
+        raise ReleaseError(
+            "pin",
+            f"{drafter.repo_id} whose {CONFIG} names no target_model",
+            "a FlashMap drafter",
+            "check the name, or give --target",
+        )
     revision = config.get("target_revision")
     return f"{config['target_model']}@{revision}" if revision else str(config["target_model"])
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flashmap.modeling.configuration_flashmap import FlashMapConfig
 
 SHARD_SIZE = "5GB"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 SAVE_AGAIN = "copy or save the weights again"
 
 
@@ -108,14 +109,15 @@ def require_finite(tensors: "Iterable[tuple[str, Tensor]]") -> None:
 
 
 def require_one_dtype(dtypes: Iterable[str], where: Path) -> str:
-    """The one dtype among ``dtypes``. Raises ReleaseError if there are several."""
+    """The one dtype among ``dtypes``. Raises ReleaseError if there are several, or it is none that
+    every reader takes."""
     found = sorted(set(dtypes))
-    if len(found) != 1:
+    if len(found) != 1 or found[0] not in DTYPES:
         raise ReleaseError(
             "dtype",
             f"dtypes {', '.join(found)} in {where}",
-            "one dtype",
-            "save the whole checkpoint in one dtype",
+            f"one dtype: {', '.join(DTYPES)}",
+            "save the whole checkpoint in one of them",
         )
     return found[0]
 
@@ -131,6 +133,8 @@ def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, max_shard_size:
     # stored in another order.
     clones = {name: tensor.clone().contiguous() for name, tensor in sorted(tensors.items())}
     try:
+        if str(max_shard_size).startswith("-"):
+            raise ValueError("It is negative.")
         split = split_torch_state_dict_into_shards(clones, max_shard_size=max_shard_size)
     except ValueError as error:
         raise ReleaseError(

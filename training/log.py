@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flashmap.files import write_whole
+from flashmap.files import write_figure, write_whole
 
 FILE, PICTURE = "log.jsonl", "log.png"
 
@@ -67,4 +67,4 @@ class Log:
         losses.set_ylabel("nats a slot")
         lengths.set_ylabel("tokens a pass, held out")
         lengths.set_xlabel("step")
-        figure.savefig(self.path.with_name(PICTURE), dpi=120)
+        write_figure(self.path.with_name(PICTURE), figure, dpi=120)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashmap.files import write_figure, write_whole
 from flashmap.vocabulary import FILE, write_draft_vocab
 
 from .data import file_counts
@@ -55,7 +56,7 @@ def report_data(folder: Path, target: str, vocab_size: int) -> dict[str, Any]:
         "distinct_tokens": int((counted > 0).sum()),
         "picture": str(folder / PICTURE),
     }
-    (folder / NUMBERS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / NUMBERS, (json.dumps(found, indent=2) + "\n").encode())
     _draw(answers, folder / PICTURE)
     return found
 
@@ -68,4 +69,4 @@ def _draw(answers: torch.Tensor, path: Path) -> None:
     axes.hist(answers.tolist(), bins=50)
     axes.set_xlabel("tokens of an answer")
     axes.set_ylabel("documents")
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)

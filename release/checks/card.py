@@ -1,7 +1,9 @@
 """Checks of the card and of what it says: metadata that a Hub takes, generated parts that are true,
 links that lead somewhere."""
 
+import posixpath
 import re
+from pathlib import PurePosixPath
 
 from flashmap import __version__
 from flashmap.checkpoint import CONFIG
@@ -18,7 +20,11 @@ from ..picture import require_current_picture
 
 REQUIRED = (METADATA, "overview", "usage", "limits", "files", "terms")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
+# [text](link), [name]: link, <img src="link">
+LINK = re.compile(
+    r"""\]\(([^)\s#]+)[^)]*\)|^\[[^\]]+\]:\s+([^\s#]+)|<[^>]+\s(?:src|href)=["']([^"'#]+)""",
+    re.MULTILINE,
+)
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//")
 # Files that the generated parts state something of.
 STATES = (CONFIG, RECIPE, PICTURE, DRAFT_VOCAB, EVAL, CUSTOM_GENERATE)
@@ -48,7 +54,7 @@ def measurements(release: ReleaseFolder) -> str:
             f"no prompts beside {', '.join(lost)}",
             "the file of prompts that it names, in eval/",
             "put it beside the source's weights, and build again",
-            [f"eval/{m.protocol['prompts']['file'].rpartition('/')[2]}" for m in found],
+            [*lost, *(f"eval/{m.protocol['prompts']['file'].rpartition('/')[2]}" for m in found)],
         )
     return ", ".join(m.name for m in found) or "none"
 
@@ -85,10 +91,10 @@ def sections(release: ReleaseFolder) -> str:
 @check("card-links")
 def links(release: ReleaseFolder) -> str:
     """Links and pictures of the card that lie in the folder."""
-    wanted = [
-        link for link in LINK.findall(FENCED.sub("", release.card)) if not ELSEWHERE.match(link)
-    ]
-    lost = sorted({link for link in wanted if not (release.path / link).exists()})
+    found = map("".join, LINK.findall(FENCED.sub("", release.card)))
+    wanted = [link for link in found if not ELSEWHERE.match(link)]
+    there = {place for name in release.files for place in (name, *_folders(name))}
+    lost = sorted({link for link in wanted if posixpath.normpath(link) not in there})
     if lost:
         raise ReleaseError(
             "card-links",
@@ -98,6 +104,10 @@ def links(release: ReleaseFolder) -> str:
             [CARD, *lost],
         )
     return f"{len(wanted)} within the folder"
+
+
+def _folders(name: str) -> list[str]:
+    return [str(parent) for parent in PurePosixPath(name).parents]
 
 
 @check("picture")
@@ -111,7 +121,7 @@ def picture(release: ReleaseFolder) -> str:
     return PICTURE
 
 
-@check("card-current", needs=["card", "configuration", "weights"])
+@check("card-current", needs=["card", "code", "configuration", "weights"])
 def current(release: ReleaseFolder) -> str:
     """Generated parts that say what configuration and measurements say."""
     built_by = release.record.get("versions", {}).get("flashmap")

@@ -4,6 +4,7 @@ everywhere?"""
 import re
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 
 from flashmap.checkpoint import CONFIG
 
@@ -53,6 +54,12 @@ def links(release: ReleaseFolder) -> str:
     """Links and special files: a clone of the repository would not have what they stand for."""
     kinds = ("symlink", "special file", "unreadable")
     odd = {name: row["kind"] for name, row in release.files.items() if row.get("kind") in kinds}
+    # A folder in the place of a file.
+    odd |= {
+        name: row["kind"]
+        for name, row in release.files.items()
+        if "kind" in row and (name in REQUIRED or Path(name).suffix)
+    }
     if odd:
         raise ReleaseError(
             "links",

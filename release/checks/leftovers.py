@@ -7,6 +7,7 @@ from flashmap.vocabulary import FILE as DRAFT_VOCAB
 from ..checking import ReleaseFolder, check
 from ..contents import CARD, CUSTOM_GENERATE, EVAL, LICENCE, PICTURE, RECIPE, RECORD
 from ..errors import ReleaseError
+from ..grid_modes import grid_mode
 from ..weights import weight_paths
 
 HUB_FILES = {".gitattributes"}  # a Hub puts it into every repository
@@ -40,9 +41,27 @@ def _belongs(name: str) -> bool:
     return "/" not in rest and rest.endswith(SUFFIXES.get(folder, ("\0",)))
 
 
+def _require_true(release: ReleaseFolder) -> None:
+    config, record = release.config, release.record
+    wanted = {
+        "code_digest": release.raw_config.get("code_digest"),
+        "grid_mode": grid_mode(config.jump_grids, config.vocab_size),
+    }
+    wrong = [f"{name} {record.get(name)!r}" for name in wanted if record.get(name) != wanted[name]]
+    if wrong and CONFIG not in release.blamed:
+        raise ReleaseError(
+            "record",
+            f"{RECORD} with {' and '.join(wrong)}",
+            f"what {CONFIG} says",
+            "build again",
+            [RECORD],
+        )
+
+
 @check("record")
 def record(release: ReleaseFolder) -> str:
-    """Every file as release.json lists it."""
+    """Every file as release.json lists it, and what it says of them."""
+    _require_true(release)
     recorded = release.record["files"]
     found = {name: row for name, row in release.files.items() if name not in HUB_FILES | {RECORD}}
     known = release.blamed

@@ -6,7 +6,7 @@ from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
 from ..checking import ReleaseFolder, check
 from ..contents import read_json
-from ..draft_vocab import require_valid_ranking
+from ..draft_vocab import drafted_tokens, require_valid_ranking
 from ..errors import ReleaseError
 from ..weights import (
     read_headers,
@@ -17,7 +17,7 @@ from ..weights import (
     weight_paths,
 )
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
 def _names(release: ReleaseFolder) -> list[str]:
@@ -80,6 +80,7 @@ def tensors(release: ReleaseFolder) -> str:
 @check("finite")
 def finite(release: ReleaseFolder) -> str:
     """No NaN and no infinity."""
+    _stored_dtype(release)  # others have none
     for name in _names(release):
         try:
             require_finite(read_tensors(release.path / name).items())
@@ -90,15 +91,21 @@ def finite(release: ReleaseFolder) -> str:
     return f"{len(release.headers)} tensors"
 
 
-@check("dtype")
-def dtype(release: ReleaseFolder) -> str:
-    """The one dtype of the weights, stated for old and new readers."""
-    found = {DTYPES.get(header[1], header[1]) for header in release.headers.values()}
+def _stored_dtype(release: ReleaseFolder) -> str:
+    if not release.headers:
+        raise ReleaseError("weights", "no tensors", "those of the configuration", "build again")
+    found = {STORED.get(header[1], header[1]) for header in release.headers.values()}
     try:
-        stored = require_one_dtype(found, release.path)
+        return require_one_dtype(found, release.path)
     except ReleaseError as error:
         error.files = frozenset(_names(release))
         raise
+
+
+@check("dtype")
+def dtype(release: ReleaseFolder) -> str:
+    """The one dtype of the weights, stated for old and new readers."""
+    stored = _stored_dtype(release)
     stated = {key: release.raw_config.get(key) for key in ("dtype", "torch_dtype")}
     wrong = [f"{key} is {value!r}" for key, value in stated.items() if value != stored]
     if wrong:
@@ -111,16 +118,8 @@ def dtype(release: ReleaseFolder) -> str:
 @check("draft-vocab")
 def draft_vocab(release: ReleaseFolder) -> str:
     """The ranking of the target's tokens, and how many of them the drafter may say."""
-    size, stated = release.config.vocab_size, release.raw_config.get("draft_vocab_size")
-    if stated is not None and (type(stated) is not int or not 0 <= stated <= size):
-        raise ReleaseError(
-            "draft-vocab",
-            f"draft_vocab_size {stated!r}",
-            f"a whole number up to {size}, or none for all tokens",
-            "mend config.json of the source, and build again",
-            [CONFIG],
-        )
-    drafted = stated or size
+    size = release.config.vocab_size
+    drafted = drafted_tokens(release.raw_config, size)
     if release.has_draft_vocab:
         require_valid_ranking(release.path / DRAFT_VOCAB, size)
         return f"{drafted:,} of {size:,} tokens, all ranked"

@@ -43,11 +43,11 @@ def weight_paths(folder: Path) -> list[Path]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{folder / INDEX} has no weight_map; fetch or copy it again")
-        odd = [value for value in weight_map.values() if not isinstance(value, str)]
+        odd = [name for name in weight_map.values() if name != Path(str(name)).name]
         if odd:
             raise ValueError(
-                f"{folder / INDEX}: weight_map names {odd[0]!r} as a file, expected text; fetch or "
-                f"copy it again"
+                f"{folder / INDEX}: weight_map names {odd[0]!r} as a file, expected the name of one"
+                " beside it; fetch or copy it again"
             )
         names = sorted(set(weight_map.values()))
     else:

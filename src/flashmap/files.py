@@ -1,9 +1,11 @@
 """Files that are there whole or not at all, whatever happens to the disk or the process."""
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -25,6 +27,13 @@ def write_whole(path: Path, content: bytes) -> None:
         raise ValueError(
             f"{path} cannot be written: {error.strerror or error}; nothing was changed"
         ) from error
+
+
+def write_figure(path: Path, figure: Any, **settings: Any) -> None:
+    """`write_whole` of a matplotlib figure as PNG; `settings` are those of its `savefig`."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **settings)
+    write_whole(path, picture.getvalue())
 
 
 @contextmanager

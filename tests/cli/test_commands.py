@@ -335,6 +335,7 @@ def test_release_check_asks_for_what_it_needs(tmp_path: Path, run: Run) -> None:
     assert_one_message(run("release", "check", tmp_path / "gone"), "gone")
     assert_one_message(run("release", "check", tmp_path, "--acceptance"), "--target")
     assert_one_message(run("release", "check", tmp_path, "--prompts", 0), "--prompts 0")
+    assert_one_message(run("release", "check", tmp_path, "--prompts", 3), "--acceptance")
 
 
 def test_release_card(pair: Path, tmp_path: Path, run: Run) -> None:

@@ -204,6 +204,9 @@ def test_shared_and_transposed_tensors_are_cloned(tmp_path: Path) -> None:
     assert all(found[name].equal(tensor) for name, tensor in tensors.items())
 
 
+FP8 = torch.float8_e4m3fn
+
+
 def edit(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
     return lambda folder: edit_weights(folder, change)
 
@@ -219,6 +222,13 @@ INCOMPLETE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
         "weight-files",
     ),
+    "whole numbers": (edit(lambda t: t.update({n: v.char() for n, v in t.items()})), "dtype"),
+    "eight bits": (edit(lambda t: t.update({n: v.to(FP8) for n, v in t.items()})), "dtype"),
+    "a size of the draft vocabulary that is none": (
+        lambda f: edit_json(f / "config.json", draft_vocab_size=[99]),
+        "draft-vocab",
+    ),
+    "a file": (lambda f: [shutil.rmtree(f), f.write_text("x")], "source"),
     "two dtypes": (edit(lambda t: t.update(noise_gate=t["noise_gate"].half())), "dtype"),
     "tensor missing": (edit(lambda t: t.pop("fc.weight")), "weights"),
     "tensor unknown": (edit(lambda t: t.update(x=torch.zeros(1))), "weights"),
@@ -236,6 +246,37 @@ INCOMPLETE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "eval",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("asked", "check"),
+    [
+        ({"repo_id": "me"}, "repo-id"),
+        ({"repo_id": "me/a b"}, "repo-id"),
+        ({"repo_id": ""}, "repo-id"),
+        ({"tag": "v 1"}, "tag"),
+        ({"tag": ""}, "tag"),
+        ({"max_shard_size": "-1GB"}, "weights"),
+    ],
+)
+def test_what_no_hub_takes_is_refused(
+    asked: dict[str, Any], check: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ReleaseError) as caught:
+        build_release(source, tmp_path / "out", **asked)
+    assert caught.value.check == check and str(next(iter(asked.values()))) in caught.value.found
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_root_of_a_disk_is_refused(source: Path) -> None:
+    with pytest.raises(ReleaseError, match=r"^out: found --out /; expected a folder below it"):
+        build_release(source, Path("/"))
+
+
+def test_a_finding_about_the_source_names_no_scratch_folder(source: Path, tmp_path: Path) -> None:
+    (source / "recipe.toml").write_text("[run")
+    with pytest.raises(ReleaseError, match=r"found recipe\.toml unreadable"):
+        build_release(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", INCOMPLETE)

@@ -105,6 +105,22 @@ def test_markers_that_do_not_pair_are_refused(text: str, words: str) -> None:
     assert words in caught.value.found
 
 
+def test_a_mark_of_byte_order_does_not_hide_the_metadata(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    (source / "README.md").write_bytes(b"\xef\xbb\xbf---\nlicense: mit\n---\n# Mine\n")
+    write_card(source, picture=False)
+    content = (source / "README.md").read_bytes()
+    assert content.startswith(b"---\nlicense: mit\n") and content.count(b"\n---\n") == 1
+
+
+def test_what_cannot_be_read_leaves_the_picture_alone(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    (source / "recipe.toml").write_text("[run")
+    with pytest.raises(ReleaseError):
+        write_card(source)
+    assert not (source / "acceptance.png").exists()
+
+
 def test_a_card_that_cannot_be_read_stays_as_it_is(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     for content in (b"\xff", b"---\nlicense: [\n---\n", b"---\nlicense: mit\n"):
@@ -201,6 +217,11 @@ def test_a_release_rewritten_still_passes(tmp_path: Path) -> None:
     (out / "README.md").write_text(text.replace("**2.00**", "**9.00**"))
     assert failures(check_statically(out)).keys() == {"card-current"}
     assert write_card(out).changed == ["acceptance.png", "README.md"]
+    assert failures(check_statically(out)) == {}
+    # By hand, or by a run that was killed before it came to the record.
+    (out / "README.md").write_text((out / "README.md").read_text() + "\nA word more.\n")
+    assert failures(check_statically(out)).keys() == {"record"}
+    assert write_card(out).changed == []
     assert failures(check_statically(out)) == {}
 
 

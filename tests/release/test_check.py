@@ -84,7 +84,8 @@ def test_other_numbers_and_a_crash_show_in_a_fresh_process(copy: Path) -> None:
     code["modeling_flashmap.py"] += b"\nraise RuntimeError('not on my machine')\n"
     for name, content in stamped(code).items():
         (copy / name).write_bytes(content)
-    edit_json(copy / "config.json", code_digest=code_digest(code))
+    for name in ("config.json", "release.json"):
+        edit_json(copy / name, code_digest=code_digest(code))
     refresh_record(copy, [*code, "config.json"])
     found = failures(check_release(copy))
     assert found.keys() == {"load"} and "not on my machine" in found["load"]

@@ -37,6 +37,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no taps": (config(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
     "taps from 0": (config(aux_hidden_state_layer_ids=[0, 1]), "counted from 1"),
     "no block size": (config(block_size=None), "without block_size"),
+    "grids that are no list": (config(time_grids=5), "time_grids '5'"),
     "a bad grid": (config(time_grids=[[0.0, 1.0], [0.0, 2.0, 1.0]]), "jump_grids"),
     "not an object": (config(speculators_config="x"), "speculators_config 'x'"),
     "another activation": (layer(hidden_act="silu"), "hidden_act 'silu'"),

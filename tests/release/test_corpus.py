@@ -113,3 +113,11 @@ def test_a_check_finds_text_and_its_absence(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "abc"}]}\n')
     for name, characters in {"a.jsonl": 2, "b.jsonl": 3}.items():
         assert sum(map(check_piece, split_file(tmp_path / name))) == characters
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc\r\n")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\r\n{"text": 3}')
+    assert records(tmp_path / "a.txt") == ["abc\r\n"]
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: expected"):
+        records(tmp_path / "a.jsonl")

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.pair_folders import edit_json, edit_weights, shard, truncate
 from support.releases import check_statically, failures, setting
 
-from flashmap.release.contents import folder_files
+from flashmap.release.card import write_card
+from flashmap.release.contents import folder_files, refresh_record
 
 Break = Callable[[Path], Any]
 TOKEN = "hf_" + "a1B2" * 9
@@ -114,6 +115,25 @@ def other_picture(path: Path) -> None:
     Figure(figsize=(1, 1)).savefig(path)
 
 
+def target_folder(folder: Path) -> None:
+    """A release of a source whose recipe named a folder."""
+    edit_json(folder / "config.json", target_model="/models/toy")
+    edit_json(folder / "release.json", target_model="/models/toy")
+    text = (folder / "README.md").read_text().replace("base_model: toy\n", "")
+    (folder / "README.md").write_text(text)
+    write_card(folder)
+    refresh_record(folder, ["config.json"])
+
+
+def rename_shard(name: str) -> Break:
+    """An index that names a place for its first file which a Hub's readers do not look at."""
+    return sharded(lambda m: m.update({key: name for key in m if m[key].startswith("model-00001")}))
+
+
+def record(**changes: Any) -> Break:
+    return lambda f: edit_json(f / "release.json", **changes)
+
+
 FILES: dict[str, tuple[Break, str]] = {
     "no licence": (remove("LICENSE"), "files"),
     "no configuration": (remove("config.json"), "files"),
@@ -137,6 +157,16 @@ FILES: dict[str, tuple[Break, str]] = {
     "torch archive": (torch_archive, "pickles"),
     "token in the card": (append("README.md", f"\nUse {TOKEN} to load it.\n"), "secrets"),
     "private key": (write("id_rsa", b"-----BEGIN OPENSSH PRIVATE KEY-----\n"), "secrets"),
+    "configuration is a folder": (instead("config.json", Path.mkdir), "links"),
+    "licence is a folder": (instead("LICENSE", Path.mkdir), "links"),
+    "recipe is a folder": (instead("recipe.toml", Path.mkdir), "links"),
+    "torch weights in capitals": (write("W.PT"), "pickles"),
+    "a PGP key": (write("eval/a.txt", b"-----BEGIN PGP PRIVATE KEY BLOCK-----\n"), "secrets"),
+    "an AWS key for a day": (write("eval/a.txt", b"ASIA" + b"A1B2" * 4), "secrets"),
+    "an organisation's token": (write("eval/a.txt", b"api_org_" + b"aB" * 17), "secrets"),
+    "a Google key": (write("eval/a.txt", b"AIza" + b"aB1-_" * 7), "secrets"),
+    "a Slack token": (write("eval/a.txt", b"xoxb-" + b"1234567890-" * 2 + b"abc"), "secrets"),
+    "a GitLab token": (write("eval/a.txt", b"glpat-" + b"aB1_" * 5), "secrets"),
     "empty recipe": (write("recipe.toml", b""), "sizes"),
     "empty licence": (write("LICENSE", b""), "sizes"),
     "huge text": (write("eval/log.txt", b"x" * 10_000_001), "sizes"),
@@ -194,6 +224,7 @@ CODE: dict[str, tuple[Break, str]] = {
         replace("configuration_flashmap.py", "CODE_DIGEST = ", "CODE_DIGESTED = "),
         "code-digest",
     ),
+    "no custom_generate": (remove("custom_generate/generate.py"), "files"),
     "custom_generate without generate": (
         write("custom_generate/generate.py", b"def go(model, **kwargs): ...\n"),
         "custom-generate",
@@ -240,6 +271,7 @@ CONFIGURATION: dict[str, tuple[Break, str]] = {
     "taps beyond the target": (config(num_target_layers=1), "engine-keys"),
     "heads of another width": (config(head_dim=64), "engine-keys"),
     "first stage only": (config(flow_map=False), "stage"),
+    "a target that is a folder": (target_folder, "target"),
     "no revision of the target": (config(target_revision=None), "target"),
     "another target than recorded": (config(target_vocab_hash="1" * 64), "target"),
     "grids of another vocabulary": (
@@ -275,6 +307,8 @@ WEIGHTS: dict[str, tuple[Break, str]] = {
         sharded(lambda m: m.update({"x": "model-00003-of-00003.safetensors"})),
         "weight-files",
     ),
+    "an index that leaves the folder": (rename_shard("../a.safetensors"), "weight-files"),
+    "an index with a folder": (rename_shard("sub/a.safetensors"), "weight-files"),
     "no format": (
         lambda f: save_file(load_file(f / "model.safetensors"), f / "model.safetensors"),
         "weight-files",
@@ -341,11 +375,22 @@ CARD: dict[str, tuple[Break, str]] = {
     ),
     "a number changed": (replace("README.md", "**2.00**", "**3.00**"), "card-current"),
     "a link to nowhere": (append("README.md", "\n[more](docs/more.md)\n"), "card-links"),
+    "a link out of the folder": (append("README.md", "\n[more](../copy/LICENSE)\n"), "card-links"),
+    "a link to this disk": (append("README.md", "\n[more](/etc/hosts)\n"), "card-links"),
+    "a named link to nowhere": (append("README.md", "\n[1]: docs/more.md\n"), "card-links"),
+    "a picture that is not there": (
+        append("README.md", '\n<img alt="x" src="docs/more.png">\n'),
+        "card-links",
+    ),
     "no picture": (remove("acceptance.png"), "card-links"),
     "another picture": (instead("acceptance.png", other_picture), "picture"),
     "a measurement that is none": (write("eval/acceptance.json", b"{}"), "eval"),
     "a measurement without rows": (
         lambda f: edit_json(f / "eval/acceptance.json", walk=[{"temperature": 0}]),
+        "eval",
+    ),
+    "prompts elsewhere": (
+        lambda f: edit_json(f / "eval/acceptance.json", prompts={"file": "../a.txt", "count": 6}),
         "eval",
     ),
     "no prompts": (remove("eval/prompts.jsonl"), "eval"),
@@ -369,6 +414,12 @@ RECORD: dict[str, tuple[Break, str]] = {
         write("custom_generate/generate.py", b"def generate(model, **kwargs): ...\n"),
         "record",
     ),
+    "record of other code": (record(code_digest="0" * 64), "record"),
+    "record of other grids": (record(grid_mode="compat"), "record"),
+    "record without versions": (record(versions=None), "record"),
+    "record of a list of versions": (record(versions=[]), "record"),
+    "record of another tag": (record(tag="v2"), "custom-generate"),
+    "record of another repository": (record(repo_id="you/it"), "custom-generate"),
     "record of a list": (write("release.json", b'{"files": ["README.md"]}'), "record"),
     "record that is no JSON": (write("release.json", b"{"), "record"),
 }

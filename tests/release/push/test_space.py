@@ -113,6 +113,19 @@ def test_pins_are_what_the_hub_has_now(hub: LocalHub) -> None:
             pin(gone)
 
 
+@pytest.mark.parametrize("config", [b'{"model_type": "llama"}', b"[]", b"{", b"\xff"])
+def test_a_repository_that_is_no_drafter(config: bytes, hub: LocalHub) -> None:
+    push_files({"config.json": config}, "v1")
+    with pytest.raises(ReleaseError, match=r"ada/drafter whose config\.json names no target_model"):
+        target_of(pin("ada/drafter"))
+
+
+def test_no_configuration_is_one_message(hub: LocalHub) -> None:
+    push_files({"README.md": b"# None\n"}, "v1")
+    with pytest.raises(ReleaseError, match=r"reading config\.json"):
+        target_of(pin("ada/drafter"))
+
+
 def test_it_becomes_a_gradio_space_in_one_commit(hub: LocalHub, folder: Path) -> None:
     files = space_files(folder, PINS)
     repo = HubRepo("ada/demo", "space")
