@@ -18,7 +18,6 @@ from .options import (
     NumDraws,
     NumSteps,
     Target,
-    Temperature,
     TopK,
     TopP,
     check_numbers,
@@ -38,7 +37,14 @@ def generate(
     target: Target,
     draft: Draft,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 decodes greedily; above 0 samples [default: 0, or 1 if top-k, top-p or min-p "
+            "is given].",
+            show_default=False,
+        ),
+    ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
@@ -58,6 +64,8 @@ def generate(
     json: Json = False,
 ) -> None:
     """Generate text with a target and its drafter: the target's own words, in fewer passes."""
+    if temperature is None:
+        temperature = 0.0 if top_k is top_p is min_p is None else 1.0
     check_numbers(max_new_tokens, temperature)
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")

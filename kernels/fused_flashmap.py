@@ -177,9 +177,14 @@ def draw_seeds(
     run repeatable.
 
     Raises:
-        ValueError: both are given, a seed is no integer, or a list has another length than the
+        ValueError: both are given, one is of another kind, or a list has another length than the
             batch.
     """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator is a {type(generator).__name__}, expected a torch.Generator: pass a number"
+            " as seed."
+        )
     if seed is None:
         device = generator.device if generator is not None else "cpu"
         drawn: list[int] = torch.randint(

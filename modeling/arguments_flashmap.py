@@ -31,7 +31,8 @@ def check_prompts(
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         found = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(
-            f"input_ids is {found}, expected token ids: an int64 tensor (batch, length)."
+            f"input_ids is {found}, expected token ids: an int64 tensor (batch, length), such as"
+            ' tokenizer(texts, padding=True, return_tensors="pt") gives.'
         )
     if input_ids.dim() != 2 or input_ids.shape[0] == 0:
         raise ValueError(
@@ -77,13 +78,18 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[T
             " a token, 0 for padding."
         )
     mask = attention_mask.to(input_ids.device) != 0
+    if bool((attention_mask.to(input_ids.device) != mask).any()):
+        raise ValueError(
+            "attention_mask holds other values than 0 and 1, as masks that are added to attention's"
+            " scores do: pass 1 for a token, 0 for padding."
+        )
     # Tokens and padding may change places once: padding on one side.
     changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
     if bool((changes > 1).any()):
         row = int((changes > 1).int().argmax())
         raise ValueError(
             f"attention_mask has padding in the middle of prompt {row}: pad on the left or on the"
-            " right."
+            " right (without a mask, generate takes every pad_token_id for padding)."
         )
     return [ids[kept] for ids, kept in zip(input_ids, mask, strict=True)]
 
@@ -108,6 +114,17 @@ def check_time(max_time: Any) -> None:
     number = isinstance(max_time, Real) and not isinstance(max_time, bool)
     if max_time is not None and not (number and max_time > 0.0):
         raise ValueError(f"max_time={max_time!r} is not valid: pass a number of seconds above 0.")
+
+
+def listed(name: str, value: Any) -> tuple[Any, ...]:
+    """Transformers' processors or criteria. Raises ValueError for what is no list of callables."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(map(callable, value)):
+        raise ValueError(
+            f"{name}={value!r} is not valid: pass a list, each called with token ids and scores."
+        )
+    return tuple(value)
 
 
 def check_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:

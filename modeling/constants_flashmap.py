@@ -40,10 +40,11 @@ class TensorMemo:
         if not self._is_current(sources):
             self._values = {}
             self._sources = [(weakref.ref(source), _stamp(source)) for source in sources]
-        if key not in self._values:
+        values = self._values  # another thread may start anew
+        if key not in values:
             with torch.inference_mode(False), torch.no_grad():
-                self._values[key] = compute()
-        value: Value = self._values[key]
+                values[key] = compute()
+        value: Value = values[key]
         return value
 
     def clear(self) -> None:

@@ -190,7 +190,12 @@ def _streamed(
 
 @contextmanager
 def ended(streamer: Streamer | None) -> Iterator[None]:
-    """Ends the stream with the block, errors included."""
+    """Ends the stream with the block, errors included. Raises ValueError for no streamer."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(
+            f"streamer is a {type(streamer).__name__}, expected an object with put and end, such as"
+            " transformers' TextStreamer."
+        )
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ from .loop_flashmap import Commit
 from .obstacles_flashmap import choose_graphs
 from .past_flashmap import FlashMapPast
 from .refusals_flashmap import checked_drafter, refuse
-from .request_flashmap import Drafter, Request, check_pair, string_criteria
+from .request_flashmap import Drafter, Request, check_fit, string_criteria
 from .sampling_flashmap import Place, Processor, Sampling
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
@@ -165,6 +165,7 @@ def _request(
     graphs: bool | str,
 ) -> Request:
     """What `generate` prepared, in the loop's terms."""
+    drafter.check_target(model)
     prompts = check_prompts(model, input_ids, attention_mask)
     # These two criteria are part of every call; as numbers they cost nothing.
     ends = [one for one in criteria if type(one) is EosTokenCriteria]
@@ -174,7 +175,7 @@ def _request(
     max_new_tokens = max(1, max_length - input_ids.shape[1])
     temperature = 1.0 if generation_config.do_sample else 0.0  # a warper divides by the true one
     check_numbers(max_new_tokens, temperature)
-    check_pair(drafter, model, prompts, max_new_tokens, past)
+    check_fit(drafter, model, prompts, max_new_tokens, past)
     sampling = Sampling(temperature, *_split(logits_processor, generation_config.do_sample))
     drafting = make_drafting(
         drafter, model, temperature, num_steps, num_draws, num_candidates, adaptive

@@ -29,6 +29,7 @@ from .arguments_flashmap import (
     check_numbers,
     check_prompts,
     check_time,
+    listed,
     stop_tokens,
 )
 from .configuration_flashmap import FlashMapConfig
@@ -169,16 +170,17 @@ def make_request(
         raise TypeError(
             f"There is no setting {', '.join(unknown)}: see Settings for those there are."
         )
+    drafter.check_target(target)
     prompts = check_prompts(target, input_ids, settings.get("attention_mask"))
     check_numbers(max_new_tokens, temperature)
     past = settings.get("past")
-    check_pair(drafter, target, prompts, max_new_tokens, past)
+    check_fit(drafter, target, prompts, max_new_tokens, past)
     sampling = make_sampling(
         float(temperature),
         settings.get("top_k"),
         settings.get("top_p"),
         settings.get("min_p"),
-        settings.get("logits_processor"),
+        listed("logits_processor", settings.get("logits_processor")),
     )
     drafting = make_drafting(
         drafter,
@@ -197,7 +199,7 @@ def make_request(
         draw_seeds(len(prompts), settings.get("seed"), generator),
         stop_tokens(target, stop_token_ids),
         [
-            *(settings.get("stopping_criteria") or ()),
+            *listed("stopping_criteria", settings.get("stopping_criteria")),
             *time_criteria(settings.get("max_time")),
             *string_criteria(settings.get("stop_strings"), settings.get("tokenizer")),
         ],
@@ -208,15 +210,13 @@ def make_request(
     )
 
 
-def check_pair(
+def check_fit(
     drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int,
     past: FlashMapPast | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError if the target has too few positions, or the drafter or the past does not fit
-    it."""
+    """Raise ValueError if the target has too few positions, or the past does not fit."""
     check_length(target, max(map(len, prompts)), max_new_tokens)
     check_entries(target, prompts, max_new_tokens, drafter.config.block_size)
-    drafter.check_target(target)
     if past is None:
         return
     if not hasattr(past, "check"):  # remote code has a class of its own a release
@@ -240,7 +240,7 @@ def string_criteria(stop_strings: str | list[str] | None, tokenizer: Any) -> lis
     """
     if stop_strings is None:
         return []
-    if tokenizer is None:
+    if not hasattr(tokenizer, "get_vocab"):
         raise ValueError(
             f"stop_strings={stop_strings!r} needs the target's tokenizer to find texts in tokens:"
             " pass tokenizer=... to spec_generate. generate() does not hand its own to a callable:"

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -70,7 +69,7 @@ def make_sampling(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    logits_processor: LogitsProcessorList | None = None,
+    processors: tuple[Processor, ...] = (),
 ) -> Sampling:
     """How `spec_generate`'s arguments ask for tokens.
 
@@ -96,7 +95,7 @@ def make_sampling(
             made.append(make(value))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}={value!r} is not valid: {error}") from error
-    return Sampling(temperature, tuple(logits_processor or ()), tuple(made))
+    return Sampling(temperature, processors, tuple(made))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ vocabulary.
 
 import inspect
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -247,13 +248,14 @@ class FeatureTap:
     features (B, m, n H).
 
     A context manager: hooks are registered on entry and removed on exit, exceptions included. Layer
-    outputs are taken before any final norm.
+    outputs are taken before any final norm. A pass is one of the thread that asks: others may run
+    the target meanwhile.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         layers = decoder_layers(target)
         self._layers = [layers[index] for index in layer_ids]
-        self._outputs: dict[int, Tensor] = {}
+        self._by_thread: dict[int, dict[int, Tensor]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> "FeatureTap":
@@ -264,29 +266,29 @@ class FeatureTap:
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._outputs = [], {}
+        self._handles, self._by_thread = [], {}
 
     def __call__(self) -> Tensor:
         """Features of the newest forward pass, in the order of the taps, on the first's device."""
-        if len(self._outputs) != len(self._layers):
+        outputs = self._by_thread.get(threading.get_ident(), {})
+        if len(outputs) != len(self._layers):
             raise RuntimeError(
                 "No forward pass of the target has been seen: call it inside the context manager"
                 " first."
             )
-        first = self._outputs[0]
+        first = outputs[0]
         if first.dim() != 3:
             raise ValueError(
                 f"The target's decoder layers return {tuple(first.shape)}, expected (batch,"
                 " positions, width): a drafter cannot be conditioned on such a model."
             )
         device = first.device
-        return torch.cat(
-            [self._outputs[index].to(device) for index in range(len(self._layers))], dim=-1
-        )
+        return torch.cat([outputs[index].to(device) for index in range(len(self._layers))], dim=-1)
 
     def _hook(self, index: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[index] = output[0] if isinstance(output, tuple | list) else output
+            outputs = self._by_thread.setdefault(threading.get_ident(), {})
+            outputs[index] = output[0] if isinstance(output, tuple | list) else output
 
         return keep
 
@@ -298,6 +300,12 @@ def check_target(config: FlashMapConfig, target: PreTrainedModel) -> None:
     """Raise ValueError if a drafter with `config` cannot draft for `target`; warn once about what
     only costs acceptance.
     """
+    model_type = getattr(getattr(target, "config", None), "model_type", None)
+    if not isinstance(target, nn.Module) or model_type == config.model_type:
+        raise ValueError(
+            f"target is a {type(target).__name__}, expected the causal language model that the"
+            " drafter was trained for, as AutoModelForCausalLM loads it."
+        )
     target_config = text_config(target)
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(

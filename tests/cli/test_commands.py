@@ -147,6 +147,25 @@ def test_a_seed_repeats_a_sample(pair: Path, run: Run) -> None:
     assert first == again != other
 
 
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["--top-p", 0.9], {"temperature": 1.0, "top_p": 0.9}),
+        (["--top-k", 5, "--min-p", 0.1], {"temperature": 1.0, "top_k": 5, "min_p": 0.1}),
+        (["--top-p", 0.9, "--temperature", 0.4], {"temperature": 0.4, "top_p": 0.9}),
+    ],
+)
+def test_what_narrows_down_samples(
+    flags: list[object], settings: dict[str, float], pair: Path, run: Run
+) -> None:
+    command = ["generate", "hi", *refs(pair), *flags, "--max-new-tokens", 16, "--seed", 7, "--json"]
+    first, again = (json.loads(run(*command).out)["token_ids"] for _ in range(2))
+    target, draft, tokenizer = flashmap.load_pair(pair / "target", pair / "draft")
+    ids = tokenizer("<|user|>hi<|assistant|>", return_tensors="pt")["input_ids"]
+    out = draft.spec_generate(target, ids, max_new_tokens=16, seed=7, **settings)
+    assert first == again == out.sequences[0, ids.shape[1] :].tolist()
+
+
 def test_generate_streams_to_a_terminal(pair: Path) -> None:
     pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
     document = ["generate", "hi", *map(str, refs(pair)), "--max-new-tokens", "12"]

@@ -48,6 +48,8 @@ def test_contradictory_drafts_are_one_message(pair: Path, run: Run) -> None:
     assert_one_message(run(*command, "--temperature", 0.5), "num_candidates=2", "num_draws=2")
     assert_one_message(run(*command, "--num-draws", 2), "num_draws=2 and num_candidates=2")
     assert_one_message(run("generate", "hi", *refs(pair), "--num-draws", 0), "num_draws=0")
+    command = ["generate", "hi", *refs(pair), "--top-p", 0.9, "--temperature", 0]
+    assert_one_message(run(*command), "top_p=0.9", "temperature 0")
 
 
 def test_the_decoding_loop_runs_the_reference_operations(

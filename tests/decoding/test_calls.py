@@ -1,6 +1,8 @@
 """One drafter serves call after call: a call, finished or failed, leaves nothing behind."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -169,3 +171,19 @@ def test_num_steps_zero_means_the_configurations() -> None:
     assert runs[0].sequences.equal(runs[2].sequences)
     assert runs[0].acceptance_lengths == runs[2].acceptance_lengths
     assert not runs[0].sequences.equal(runs[3].sequences)
+
+
+def test_threads_share_a_pair() -> None:
+    target, drafter = toys.llama(), toys.drafter()
+    prompts = {seed: prompt(4 + seed, seed) for seed in range(4)}
+    alone = {n: drafter.spec_generate(target, ids, 12, seed=n) for n, ids in prompts.items()}
+    # Whoever is between two tapped layers lets the others run.
+    target.model.layers[1].register_forward_pre_hook(lambda *args: time.sleep(0.002))
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        runs = {
+            seed: pool.submit(drafter.spec_generate, target, ids, 12, seed=seed)
+            for seed, ids in prompts.items()
+        }
+    for seed, run in runs.items():
+        assert run.result().sequences.equal(alone[seed].sequences)
+        assert run.result().acceptance_lengths == alone[seed].acceptance_lengths

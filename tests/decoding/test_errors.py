@@ -80,6 +80,13 @@ class TestMask:
         refused("Prompt 1 is empty", ids=self.IDS, attention_mask=mask)
         refused("The prompt is empty", ids=self.IDS[:1], attention_mask=mask[1:])
 
+    @pytest.mark.parametrize("value", [2.0, -1.0, float("-inf"), float("nan"), 0.5])
+    def test_values_that_say_neither(self, value: float) -> None:
+        mask = torch.tensor([[value, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
+        refused(
+            "attention_mask holds other values", "1 for a token", ids=self.IDS, attention_mask=mask
+        )
+
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
     def test_any_number_type_will_do(self, dtype: torch.dtype) -> None:
         mask = torch.tensor([[0, 0, 1, 1]]).to(dtype)
@@ -194,9 +201,26 @@ def test_seed(seed: Any) -> None:
 
 def test_seed_and_generator() -> None:
     refused("seed and generator", seed=1, generator=torch.Generator())
+    refused("generator is a int, expected a torch.Generator", generator=5)
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("value", [5, [5], transformers.TemperatureLogitsWarper(0.5)])
+def test_processors_and_criteria_that_are_no_list(name: str, value: Any) -> None:
+    refused(f"{name}=.*pass a list", **{name: value})
+
+
+def test_no_streamer_and_no_tokenizer() -> None:
+    refused("streamer is a int, expected an object with put and end", streamer=5)
+    refused("needs the target's tokenizer", stop_strings="a", tokenizer="smollm2")
 
 
 class TestTarget:
+    @pytest.mark.parametrize("target", [None, "smollm2-135m", toys.drafter()])
+    def test_no_target(self, target: Any) -> None:
+        with pytest.raises(ValueError, match=r"target is a \w+, expected the causal"):
+            toys.drafter().spec_generate(target, prompt(5))
+
     def test_another_hidden_size(self) -> None:
         refused(r"\b24\b", "target_hidden_size=32", drafter=toys.drafter(target_hidden_size=32))
 
