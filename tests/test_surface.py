@@ -46,8 +46,8 @@ CONFIG_FIELDS = [
 ]  # fmt: skip
 SETTINGS = {
     "seed", "attention_mask", "top_k", "top_p", "min_p", "num_draws", "num_candidates",
-    "adaptive", "graphs", "past", "logits_processor", "stopping_criteria", "max_time", "stop_strings",
-    "tokenizer",
+    "adaptive", "graphs", "past", "logits_processor", "stopping_criteria", "max_time",
+    "stop_strings", "tokenizer",
 }  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
