@@ -22,6 +22,7 @@ from .triton_flashmap import (
     quantize_rows,
     rms_norm,
     rotated,
+    target_norm,
     tl,
     triton,
     write_context,
@@ -195,7 +196,7 @@ def context_attention(
 TRITON_OPS = {
     operation.__name__: operation
     for operation in (
-        rms_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention, context_attention,
-        write_context, block_noise, quantize_rows,
+        rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
+        context_attention, write_context, block_noise, quantize_rows,
     )
 }  # fmt: skip

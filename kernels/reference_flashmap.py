@@ -58,6 +58,14 @@ def kv_layout(keys: Sequence[Tensor], values: Sequence[Tensor]) -> KvLayout:
     return KvLayout(keys, values, torch.tensor(offsets, device=keys[0].device))
 
 
+def target_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in the rounding order of transformers' targets: x rsqrt(mean(x^2) + eps) rounds to
+    the dtype of `x` before it meets `weight`, and the product rounds once more."""
+    numbers = x.float()
+    normal = numbers * torch.rsqrt(numbers.square().mean(dim=-1, keepdim=True) + eps)
+    return weight * normal.to(x.dtype)
+
+
 def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor, base: Tensor) -> Tensor:
     """The drafter's input from noise `x` (R, C): base + gate * rms_norm(x), with `base` (1, C) or
     (R, C) and one number `gate`. Norm, product and sum each round to the dtype of `x`."""
@@ -182,7 +190,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 EAGER_OPS = {
     operation.__name__: operation
     for operation in (
-        rms_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention, context_attention,
-        write_context, block_noise, quantize_rows,
+        rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
+        context_attention, write_context, block_noise, quantize_rows,
     )
 }  # fmt: skip

@@ -31,6 +31,7 @@ class Ops(NamedTuple):
     maps an operation's name to "triton", or to "eager: " and the reason."""
 
     rms_norm: Operation
+    target_norm: Operation
     gated_norm: Operation
     adaln: Operation
     gated_adaln: Operation
@@ -144,6 +145,7 @@ def _trials(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Ope
 
     return {
         "rms_norm": lambda op: [op(x, weight, 1e-6)],
+        "target_norm": lambda op: [op(x, weight, 1e-6)],
         "gated_norm": lambda op: [op(x, weight, 1e-6, norm[:1], branch[:1])],
         "adaln": lambda op: [op(x, weight, branch[0], 1e-6)],
         "gated_adaln": lambda op: op(x, branch, weight, weight, branch[0], 1e-6),

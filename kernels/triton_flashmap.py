@@ -56,16 +56,20 @@ def rotated(x, cos, sin, ROWS: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, weight_ptr, gate_ptr, base_ptr, out_ptr, columns, base_stride, eps,
-    GATED: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: rms_norm, and base + gate * that if GATED."""
+    """One row a program: rms_norm, or target_norm if LATE, and base + gate * that if GATED."""
     dtype = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    out = tl.reshape(normed(x[None, :], weight[None, :], columns, eps, dtype), (BLOCK,))
+    if LATE:
+        inverse_rms = tl.rsqrt(tl.sum(x * x, axis=0) / columns + eps)
+        out = (x * inverse_rms).to(dtype).to(tl.float32) * weight
+    else:
+        out = tl.reshape(normed(x[None, :], weight[None, :], columns, eps, dtype), (BLOCK,))
     if GATED:
         gate = tl.load(gate_ptr).to(tl.float32)
         base = tl.load(base_ptr + row * base_stride + column, mask=inside, other=0.0)
@@ -227,12 +231,21 @@ def _warps(size: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the reference."""
+    return _normed_rows(x, weight, eps, late=False)
+
+
+def target_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See the reference."""
+    return _normed_rows(x, weight, eps, late=True)
+
+
+def _normed_rows(x: Tensor, weight: Tensor, eps: float, late: bool) -> Tensor:
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     block = padded(columns)
     _rms_norm_kernel[(x.numel() // columns,)](
         x, weight, x, x, out, columns, 0, eps,
-        GATED=False, BLOCK=block, num_warps=_warps(block), **ROUNDED,
+        GATED=False, LATE=late, BLOCK=block, num_warps=_warps(block), **ROUNDED,
     )  # fmt: skip
     return out
 
@@ -244,7 +257,7 @@ def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor, base: Tensor
     block = padded(columns)
     _rms_norm_kernel[(x.numel() // columns,)](
         x, weight, gate, base, out, columns, columns if base.numel() > columns else 0, eps,
-        GATED=True, BLOCK=block, num_warps=_warps(block), **ROUNDED,
+        GATED=True, LATE=False, BLOCK=block, num_warps=_warps(block), **ROUNDED,
     )  # fmt: skip
     return out
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .acceptance_flashmap import STREAMS, coin_table, judge, judge_greedily
+from .norms_flashmap import fused_norms, plain_norms
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampling, draw
 from .static_flashmap import copy_entries, new_entries, static_attention, static_cache
@@ -52,6 +53,7 @@ class StaticRunner(TargetRunner):
     def __init__(self, target: PreTrainedModel, tap: FeatureTap, cache: Cache) -> None:
         super().__init__(target, tap)
         self._cache = cache  # type: ignore[assignment]
+        self._norms = plain_norms(target)
 
     def verify_static(
         self, tokens: Tensor, lengths: Tensor, positions: Tensor
@@ -59,7 +61,7 @@ class StaticRunner(TargetRunner):
         """Logits (B, m, V) and features (B, m, n H) of `tokens` (B, m) at `positions` (B, m), after
         `lengths` (B) entries."""
         count = tokens.shape[1]
-        with static_attention(self._target):
+        with static_attention(self._target), fused_norms(self._norms):
             logits = self._forward(
                 tokens, count, lengths[:, None, None, None], position_ids=positions
             )

@@ -159,7 +159,6 @@ def training(facts: "Facts", licence: str) -> str | None:
         "requests from templates": data.get("num_prompts"),
         "requests that the target made up": data.get("num_own_prompts"),
         "files of own texts": len(data.get("files", [])) or None,
-        "folder(s) of other recipes' documents": len(data.get("other_folders", [])) or None,
     }
     requests = ", ".join(f"{count:,} {what}" for what, count in asked.items() if count)
     shares = ", ".join(
@@ -168,6 +167,7 @@ def training(facts: "Facts", licence: str) -> str | None:
     )
     rows = {
         "Data": requests,
+        "And the documents in": ", ".join(f"`{one}`" for one in data.get("other_folders", [])),
         "Temperatures of the target's answers": shares,
         "Longest answer": _named(data, max_new_tokens="{:,} tokens"),
         "Objective": _named(

@@ -20,6 +20,7 @@ from flashmap.modeling import graphs_flashmap, obstacles_flashmap, target_flashm
 from flashmap.modeling.acceptance_flashmap import STREAMS, coin_table
 from flashmap.modeling.fused_flashmap import coin
 from flashmap.modeling.graphs_flashmap import GraphLoop
+from flashmap.modeling.norms_flashmap import fused_norms, plain_norms
 from flashmap.modeling.round_flashmap import Round
 from flashmap.modeling.step_flashmap import FusedStep
 
@@ -201,6 +202,21 @@ def test_coins_are_the_samplers() -> None:
         for row, seed in enumerate(seeds):
             expected = [coin(seed, position, stream) for position in range(9)]
             assert table[place, row].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_fused_where_their_numbers_are_the_same(dtype: torch.dtype) -> None:
+    target = toys.qwen3().to(dtype)
+    odd = target.model.layers[1].input_layernorm
+    own = type(odd).forward
+    norms = dict(plain_norms(target))
+    assert len(norms) == 4 * 3 + 1 and odd in norms
+    ids, expected = prompt(9), target(prompt(9)).logits
+    with fused_norms(list(norms.items())):
+        assert target(ids).logits.equal(expected)
+    assert not any("forward" in vars(module) for module in target.modules())
+    odd.__class__ = type("Shifted", (type(odd),), {"forward": lambda self, x: own(self, x) + 1.0})
+    assert odd not in dict(plain_norms(target))
 
 
 class NoNumbers(TorchDispatchMode):

@@ -33,9 +33,9 @@ def fused(kernel, dtype, options, **constants):
 
 
 for dtype in ("bf16", "fp16"):
-    for kernel in (ops._rms_norm_kernel, ops._adaln_kernel):
+    for kernel, constants in ((ops._rms_norm_kernel, {"LATE": False}), (ops._adaln_kernel, {})):
         for options in (ops.ROUNDED, {}):
-            print(fused(kernel, dtype, options, GATED=True, BLOCK=32))
+            print(fused(kernel, dtype, options, GATED=True, BLOCK=32, **constants))
 """
 
 

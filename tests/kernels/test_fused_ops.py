@@ -75,12 +75,14 @@ def test_norms(rows: int, columns: int, dtype: torch.dtype, device: str) -> None
     for base in (numbers(1, columns), numbers(rows, columns)):
         for ops in (EAGER_OPS, TRITON_OPS):
             norm = exact.norm(x, weight, 1e-6)
-            check(ops["rms_norm"](x, weight, 1e-6), norm, NORMS[dtype])
+            for name in ("rms_norm", "target_norm"):
+                check(ops[name](x, weight, 1e-6), norm, NORMS[dtype])
             gated = base.double() + gate.double() * norm
             check(ops["gated_norm"](x, weight, 1e-6, gate, base), gated, NORMS[dtype])
         arguments = (x, weight, 1e-6, gate, base)
         check_rounding(TRITON_OPS["gated_norm"](*arguments), EAGER_OPS["gated_norm"](*arguments))
-    check_rounding(TRITON_OPS["rms_norm"](*arguments[:3]), EAGER_OPS["rms_norm"](*arguments[:3]))
+    for name in ("rms_norm", "target_norm"):
+        check_rounding(TRITON_OPS[name](*arguments[:3]), EAGER_OPS[name](*arguments[:3]))
 
 
 @DTYPES
