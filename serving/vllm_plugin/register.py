@@ -4,6 +4,7 @@ It never raises: an engine that drafts otherwise, or not at all, must not notice
 """
 
 import logging
+import traceback
 from importlib import metadata
 
 from .hooks import VERSIONS, Undo, Unfit, install
@@ -24,9 +25,8 @@ def register() -> None:
             _installed.extend(install())
         except Unfit as error:
             obstacle = f"this vLLM is not the one its hooks were made for: {error}"
-        except Exception:
-            logger.exception("FlashMap is not available in this vLLM")
-            return
+        except Exception:  # noqa: BLE001 - a plugin must not stop an engine that does without it
+            obstacle = traceback.format_exc()
     if obstacle is not None:
         logger.warning("FlashMap is not available in this vLLM: %s", obstacle)
 

@@ -6,6 +6,7 @@ Triton has no driver for a CPU. Here the look-up is answered and such a driver r
 run in Triton's interpreter. The engine runs in this process, since a child would not import this.
 """
 
+import functools
 import importlib.metadata
 import os
 from typing import Any
@@ -65,3 +66,34 @@ def prepare() -> None:
 
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=CpuDriver)
     driver.set_active(CpuDriver())
+    _mend_masks()
+    _mend_log1p()
+
+
+def _mend_log1p() -> None:
+    """The interpreter has none of the functions that a GPU's library brings."""
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    libdevice.log1p = lambda x: tl.log(1.0 + x)
+
+
+def _mend_masks() -> None:
+    """The interpreter makes whole numbers of a mask that is combined with a single truth value, and
+    then refuses them."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def masked(name: str, place: int) -> None:
+        access = getattr(InterpreterBuilder, name)
+        if hasattr(access, "__wrapped__"):
+            return
+
+        @functools.wraps(access)
+        def wrapped(self: Any, *args: Any) -> Any:
+            args[place].data = args[place].data.astype(bool)
+            return access(self, *args)
+
+        setattr(InterpreterBuilder, name, wrapped)
+
+    masked("create_masked_load", 1)
+    masked("create_masked_store", 2)
