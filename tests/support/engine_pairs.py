@@ -21,6 +21,7 @@ BLOCK = 4
 _SHARP = 40.0  # score of the entry that a head looks at; others get 0 or much less
 # With one radian a slot, cos(k - j) is at most 0.54 unless k = j; this stands between.
 _BETWEEN = 0.77
+_NORMED = WIDTH**0.5  # the one number of a token's state, after the target's last norm
 
 
 def next_token(token: int) -> int:
@@ -60,8 +61,11 @@ def write_random(folder: Path, **changes: Any) -> Path:
 
 
 @torch.no_grad()
-def write_right(folder: Path, **changes: Any) -> Path:
-    """The pair of which every draft is right, as target/ and draft/ of a folder."""
+def write_right(folder: Path, logit: float = 32.0, certainty: float = 8.0) -> Path:
+    """The pair of which every greedy draft is right, as target/ and draft/ of a folder.
+
+    The target gives its next token this logit and the others 0; `certainty` scales the drafter's.
+    """
     target = transformers.LlamaForCausalLM(_target_config())
     for layer in target.model.layers:  # so that a token's state is its embedding
         layer.self_attn.o_proj.weight.zero_()
@@ -69,16 +73,17 @@ def write_right(folder: Path, **changes: Any) -> Path:
     target.model.embed_tokens.weight.copy_(torch.eye(VOCAB, WIDTH))
     target.lm_head.weight.zero_()
     for token in range(VOCAB):
-        target.lm_head.weight[next_token(token), token] = 4.0
+        target.lm_head.weight[next_token(token), token] = logit / _NORMED
     target.save_pretrained(folder / "target")
-    right_drafter(**changes).save_pretrained(folder / "draft")
+    right_drafter(certainty).save_pretrained(folder / "draft")
     return folder
 
 
-def right_drafter(**changes: Any) -> FlashMapDraftModel:
+@torch.no_grad()
+def right_drafter(certainty: float = 8.0) -> FlashMapDraftModel:
     """A drafter whose head j of the first layer attends to the anchor from slot j alone, and hands
     on the token that comes j + 1 after it."""
-    config = _drafter_config(rope_theta=1e12, **changes)
+    config = _drafter_config(rope_theta=1e12)
     model = FlashMapDraftModel(config).eval()
     for name, weight in model.named_parameters():
         if not name.endswith("norm.weight"):
@@ -113,5 +118,5 @@ def right_drafter(**changes: Any) -> FlashMapDraftModel:
     cross.k_norm.weight.fill_(_SHARP**0.5)
     # The head asks the target's vocabulary head, whose token next_token(v) answers to v.
     for token in range(VOCAB):
-        model.head.weight[token, next_token(token)] = 8.0
+        model.head.weight[token, next_token(token)] = certainty
     return model

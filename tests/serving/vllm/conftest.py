@@ -20,18 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pair of which every draft is right, with a ranking of its tokens, as the other has."""
-    return _ranked(engine_pairs.write_right(tmp_path_factory.mktemp("right")))
+    """The pair of which every draft is right."""
+    return engine_pairs.write_right(tmp_path_factory.mktemp("right"))
 
 
 @pytest.fixture(scope="session")
 def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair with random weights."""
-    return _ranked(engine_pairs.write_random(tmp_path_factory.mktemp("random")))
-
-
-def _ranked(pair: Path) -> Path:
-    """The pair, with a ranking in which low tokens are frequent."""
+    """A pair with random weights, and a ranking in which low tokens are frequent."""
+    pair = engine_pairs.write_random(tmp_path_factory.mktemp("random"))
     counts = torch.arange(engine_pairs.VOCAB).flip(0)
     write_draft_vocab(pair / "draft" / "draft_vocab.safetensors", counts, {})
     return pair
