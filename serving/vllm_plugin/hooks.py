@@ -17,7 +17,7 @@ from .view import ARCHITECTURE, KIND, FlashMapReleaseConfig, fill_speculators
 
 # Version of vLLM to how it was tried.
 VERSIONS = {
-    "0.31": "run on a CPU and a GPU",
+    "0.31": "run on a CPU",
     "0.32": "run on a CPU",
     "0.33": "compared by its signatures",
 }

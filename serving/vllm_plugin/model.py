@@ -35,7 +35,9 @@ class VllmContext:
 
     def __init__(self, step: FusedStep, layers: Sequence[Any]) -> None:
         self._step, self._layers = step, layers
-        self.layout = PageLayout(lambda: [layer.kv_cache for layer in layers], vllm_layout)
+        self.layout = PageLayout(
+            lambda: [_numbers(layer.kv_cache) for layer in layers], vllm_layout
+        )
         self._metadata: Any = None
 
     def begin(self, metadata: Any, positions: Tensor) -> None:
@@ -71,6 +73,11 @@ class VllmContext:
             rows = rows.view(out.shape)
         owner.impl.forward(owner, rows, rows, rows, owner.kv_cache, metadata, out)
         return out.view(query.shape)
+
+
+def _numbers(cache: Tensor) -> Tensor:
+    """An eight-bit cache is bytes to vLLM."""
+    return cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
 
 
 class VllmDraftModel(nn.Module):

@@ -19,6 +19,8 @@ from .model import VllmDraftModel
 from .start import ranking_file
 from .view import KIND
 
+BACKENDS = ("FLASH_ATTN", "CPU_ATTN")
+
 
 class FlashMapSpeculator(DFlashSpeculator):
     """Drafts whole blocks of K tokens and hands the first N to verification."""
@@ -92,6 +94,13 @@ class FlashMapSpeculator(DFlashSpeculator):
             )
         for groups in self.attn_groups:
             for group in groups:
+                name = group.backend.get_name()
+                if name not in BACKENDS:
+                    raise ValueError(
+                        f"The drafter's attention backend is {name}, and FlashMap runs on"
+                        f' {" and ".join(BACKENDS)}: add "attention_backend": "FLASH_ATTN" to'
+                        " --speculative-config."
+                    )
                 builder = group.get_metadata_builder()
                 if getattr(builder, "aot_schedule", False):
                     builder.aot_schedule = False

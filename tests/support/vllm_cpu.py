@@ -18,6 +18,7 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+ANYWHERE = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE")
 
 
 class CpuDriver:
@@ -50,7 +51,12 @@ class CpuDriver:
 
 
 def prepare() -> None:
-    """Make this process ready for `import vllm`."""
+    """Make this process ready for `import vllm`; with a GPU there is little to do."""
+    import torch
+
+    if torch.cuda.is_available():
+        os.environ.update({name: SETTINGS[name] for name in ANYWHERE})
+        return
     os.environ.update(SETTINGS)
     look_up = importlib.metadata.version
     try:

@@ -20,10 +20,21 @@ def plain(random: Path) -> list[list[int]]:
         return texts(llm, PROMPTS, temperature=0.0, max_tokens=LENGTH)
 
 
-@pytest.mark.parametrize("num_drafts", [None, 2])
-def test_right_drafts_are_accepted_to_the_last(num_drafts: int | None, right: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_drafts", "settings"),
+    [
+        (None, {}),
+        (2, {}),
+        (None, {"dtype": "bfloat16"}),
+        (None, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+    ],
+    ids=["whole blocks", "half blocks", "bfloat16", "eight-bit cache"],
+)
+def test_right_drafts_are_accepted_to_the_last(
+    num_drafts: int | None, settings: dict[str, Any], right: Path
+) -> None:
     asked = {} if num_drafts is None else {"num_speculative_tokens": num_drafts}
-    with engine(right, asked) as llm:
+    with engine(right, asked, **settings) as llm:
         found = texts(llm, PROMPTS, temperature=0.0, max_tokens=LENGTH)
         drafted, accepted = acceptance(llm)
     for prompt, text in zip(PROMPTS, found, strict=True):

@@ -17,7 +17,7 @@ from flashmap.serving.options import VARIABLE
 from flashmap.vocabulary import write_draft_vocab
 
 LOGIT, TEMPERATURE = 6.0, 1.5
-GROUPS, LENGTH, SAMPLES = 4, 3, 1200
+GROUPS, LENGTH, SAMPLES = 4, 3, 400
 PROMPT = [3, 9, 30]
 
 
