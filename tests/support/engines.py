@@ -28,6 +28,9 @@ def engine(pair: Path, draft: dict[str, Any] | None = None, **settings: Any) -> 
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from flashmap.serving.vllm_plugin.register import register
+
+    register()  # as vLLM does, where the package is not installed but on the path
     if draft is not None:
         settings["speculative_config"] = {"model": str(pair / "draft"), **draft}
     llm = LLM(str(pair / "target"), **{**_SETTINGS, **settings})
