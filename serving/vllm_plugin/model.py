@@ -149,8 +149,13 @@ class VllmDraftModel(nn.Module):
         `seeds` holds a seed a request, `requests` (R) the request of each row, below 0 for padding;
         vLLM changes both in place.
         """
-        embedding = self.model.embed_tokens.weight[: self._vocab_size]
-        head = dense_head(self.lm_head)
+        embedding: Any = getattr(self.model.embed_tokens, "weight", None)
+        if not _is_dense(embedding):
+            raise ValueError(
+                "The target's token embedding is quantised, and FlashMap draws its noise by it:"
+                " load the target with its embedding unquantised."
+            )
+        embedding, head = embedding[: self._vocab_size], dense_head(self.lm_head)
         self.step = FusedStep(self.drafter, embedding, head, max_length, **options)
         self.context = VllmContext(self.step, list(self.attention))
         self._seeds, self._requests = seeds, requests
@@ -211,15 +216,20 @@ class VllmDraftModel(nn.Module):
 def dense_head(lm_head: Any) -> nn.Module:
     """VLLM's vocabulary head as a linear layer over the same weight, or as it is where it holds
     packed numbers, which `FusedStep` refuses."""
-    weight = getattr(getattr(lm_head, "base_layer", lm_head), "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
-        return nn.Sequential(lm_head)
+    weight: Any = getattr(lm_head, "weight", None)
+    if not _is_dense(weight):
+        module: nn.Module = lm_head
+        return module
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     bias = getattr(lm_head, "bias", None)
     if isinstance(bias, Tensor):
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return linear
+
+
+def _is_dense(weight: Any) -> bool:
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
 
 
 def _require_v2_runner(vllm_config: Any) -> None:

@@ -42,6 +42,10 @@ class FlashMapSpeculator(DFlashSpeculator):
                 f" {self.max_num_tokens}: give --max-num-batched-tokens {rows}, or a smaller"
                 " --max-num-seqs."
             )
+        if vllm_config.lora_config is not None:
+            raise ValueError(
+                "FlashMap drafts for a target without adapters: leave out --enable-lora."
+            )
         if self.draft_watermarker is not None:
             raise ValueError("FlashMap drafts are not watermarked: turn watermarking off.")
         self.sample_indices = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import as_speculators
 from support.engine_pairs import BLOCK, next_token
-from support.engines import acceptance, engine, metric, texts
+from support.engines import acceptance, engine, metric, speculator, texts
 
+from flashmap import FlashMapDraftModel
 from flashmap.serving.options import VARIABLE
 
 PROMPTS = [[5], [3, 9, 30, 1, 1, 7, 22], list(range(31, 0, -1)), [2, 2, 2, 2] * 12]
@@ -77,3 +79,16 @@ def test_greedy_text_is_plain_decodings(
             assert metric(llm, "num_preemptions") > 0
         drafted, accepted = acceptance(llm)
     assert 0 < accepted < drafted / 2, "the random drafter is to be wrong mostly, not always"
+
+
+def test_a_speculators_checkpoint_drafts_from_its_tables(
+    random: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
+    members = [0, 3, 4, 17, 18, 30]
+    drafter = FlashMapDraftModel.from_pretrained(random / "draft")
+    folder = as_speculators(tmp_path / "foreign", drafter, members)
+    with engine(random, {"model": str(folder)}) as llm:
+        assert texts(llm, PROMPTS, temperature=0.0, max_tokens=LENGTH) == plain
+        assert speculator(llm).model.step.token_ids.tolist() == members
+        drafted = speculator(llm).draft_tokens[: len(PROMPTS)]
+    assert set(drafted.flatten().tolist()) <= set(members)

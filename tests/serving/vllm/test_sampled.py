@@ -17,7 +17,7 @@ from flashmap.serving.options import VARIABLE
 from flashmap.vocabulary import write_draft_vocab
 
 LOGIT, TEMPERATURE = 6.0, 1.5
-GROUPS, LENGTH, SAMPLES = 4, 3, 400
+GROUPS, LENGTH, SAMPLES = 4, 3, 300
 PROMPT = [3, 9, 30]
 
 
@@ -58,7 +58,8 @@ def test_sampled_text_has_the_targets_distribution(
     draft: dict[str, Any], options: str, unsure: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, options)
-    with engine(unsure, draft, max_num_seqs=64, max_num_batched_tokens=512) as llm:
+    few = {"num_speculative_tokens": LENGTH - 1}  # interpreted kernels are slow
+    with engine(unsure, draft | few, max_num_seqs=64, max_num_batched_tokens=512) as llm:
         seeds = list(range(SAMPLES))
         found = texts(
             llm, [PROMPT] * SAMPLES, temperature=TEMPERATURE, seed=seeds, max_tokens=LENGTH
