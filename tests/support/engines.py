@@ -37,6 +37,7 @@ def engine(pair: Path, draft: dict[str, Any] | None = None, **settings: Any) -> 
     try:
         yield llm
     finally:
+        llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
