@@ -95,3 +95,25 @@ def test_a_speculators_checkpoint_drafts_from_its_tables(
         assert speculator(llm).model.step.token_ids.tolist() == members
         drafted = speculator(llm).draft_tokens[: len(PROMPTS)]
     assert set(drafted.flatten().tolist()) <= set(members)
+
+
+def test_logprobs_are_the_targets(random: Path) -> None:
+    def told(llm: Any) -> list[dict[int, float]]:
+        from vllm import SamplingParams
+
+        options = SamplingParams(
+            temperature=0.0, max_tokens=LENGTH, logprobs=4, ignore_eos=True, detokenize=False
+        )
+        [output] = llm.generate([{"prompt_token_ids": PROMPTS[1]}], options, use_tqdm=False)
+        return [
+            {token: entry.logprob for token, entry in place.items()}
+            for place in output.outputs[0].logprobs
+        ]
+
+    with engine(random) as llm:
+        expected = told(llm)
+    with engine(random, {}) as llm:
+        found = told(llm)
+    assert [list(place) for place in found] == [list(place) for place in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-4)
