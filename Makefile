@@ -103,7 +103,8 @@ test-browser: $(SPACE_READY)
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 	GOMP_SPINCOUNT=10000 $(SPACE)/bin/python -m pytest -m "browser" --screenshots "$(SHOTS)" $(ARGS)
 
-# vLLM on the CPU, its kernels in Triton's interpreter. One process: engines come one after the other.
+# vLLM on the CPU, its kernels in Triton's interpreter. One process: engines come one after the other. ARGS=--run-slow
+# serves the embedded pair, too.
 test-vllm: $(VLLM_READY)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "engine and not gpu" tests/serving/vllm $(ARGS)
 
