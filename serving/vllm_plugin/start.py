@@ -3,6 +3,7 @@ vLLM reads its configuration: before any weight is loaded."""
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.hub import cached_file
@@ -46,11 +47,12 @@ def as_dflash(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flashmap_draft(speculative: Any) -> dict[str, Any] | None:
     """The draft's config.json if it is a FlashMap drafter's."""
-    if not isinstance(speculative.model, str):
-        return None
+    model = speculative.model
+    if not isinstance(model, str) or not ("/" in model or Path(model).is_dir()):
+        return None  # n-grams, proposers by module: neither a folder nor a Hub id
     try:
-        raw = read_config(speculative.model, speculative.revision)
-    except (OSError, ValueError):  # not a folder or a Hub id; vLLM says what it thinks of it
+        raw = read_config(model, speculative.revision)
+    except (OSError, ValueError):  # there is none to be read; vLLM says what it thinks of that
         return None
     return raw if is_flashmap(raw) else None
 

@@ -55,8 +55,15 @@ def test_method_and_number_of_drafts_are_filled_in(draft: Path) -> None:
 
 @pytest.mark.parametrize("model", [None, "ngram", "a.module.Proposer", "/nowhere"])
 def test_other_drafts_are_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "read_config", lambda *_: (_ for _ in ()).throw(OSError))
+    asked: list[str] = []
+
+    def read(model: str, revision: str | None) -> dict[str, Any]:
+        asked.append(model)
+        raise OSError("no such folder")
+
+    monkeypatch.setattr(start, "read_config", read)
     config = run(speculative("", model=model))
+    assert asked == ([model] if model == "/nowhere" else [])
     assert (config.method, config.num_speculative_tokens, config.called) == (None, None, True)
 
 
