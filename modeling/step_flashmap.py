@@ -34,11 +34,13 @@ from .select_flashmap import select_ops
 
 class ContextRows(NamedTuple):
     """What becomes context entries: target features (T, n H) of committed tokens, or embeddings
-    (T, H) of anchors; their positions (T), and their slots (T), below 0 for rows to skip."""
+    (T, H) of anchors; their positions (T), and their slots (T), below 0 for rows to skip.
+    `combined`: features went through `FusedStep.combine` already."""
 
     inputs: Tensor
     positions: Tensor
     slots: Tensor
+    combined: bool = False
 
 
 class Context(Protocol):
@@ -135,6 +137,14 @@ class FusedStep:
     # The context
 
     @torch.no_grad()
+    def combine(self, features: Tensor) -> Tensor:
+        """Rows (T, D) for target features (T, n H): what an engine keeps of them until it writes
+        the context."""
+        rows = self._features(features.to(self._dtype))
+        combined: Tensor = self.ops.rms_norm(rows, self._hidden_norm, self._eps)
+        return combined
+
+    @torch.no_grad()
     def write(
         self, context: Context, new: ContextRows | None = None, anchors: ContextRows | None = None
     ) -> None:
@@ -142,8 +152,7 @@ class FusedStep:
         in one product. An anchor's entry holds until its features overwrite it."""
         hidden, rows = [], [part for part in (new, anchors) if part is not None]
         if new is not None:
-            features = self._features(new.inputs.to(self._dtype))
-            hidden.append(self.ops.rms_norm(features, self._hidden_norm, self._eps))
+            hidden.append(new.inputs if new.combined else self.combine(new.inputs))
         if anchors is not None:
             embeds = self._anchor(anchors.inputs.to(self._dtype))
             hidden.append(self.ops.rms_norm(embeds, self._anchor_norm, self._eps))

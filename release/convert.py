@@ -27,11 +27,9 @@ from .contents import CARD
 from .errors import ReleaseError
 from .foreign import KEPT, own_fields, translate
 from .state_dict import read_state_dict
+from .tables import TABLES, TARGETS, bad_tables, chosen_tokens, table_size
 from .weights import require_finite, require_tensors
 
-# The target's own tensors, and tables that become draft_vocab.safetensors.
-TARGETS = ("embed_tokens.weight", "lm_head.weight")
-TABLES = ("t2d", "d2t")
 ANCHOR = "fc.weight"  # by which the drafter is found among other modules
 STATED = ("target_model", "vocab_size", "block_size", "target_layer_ids")
 FEWEST_GRIDS = 4
@@ -170,7 +168,7 @@ def _require_known(config: FlashMapConfig, tensors: dict[str, Tensor]) -> None:
 def _members(tables: dict[str, Tensor], fields: dict[str, Any], folder: Path) -> Tensor | None:
     """Which tokens the drafter can say, bool (V); None for all of them or a ranking of its own."""
     vocab_size = fields["vocab_size"]
-    size = fields.get("draft_vocab_size") or (_table_size(tables) if tables else vocab_size)
+    size = fields.get("draft_vocab_size") or (table_size(tables) if tables else vocab_size)
     if size == vocab_size or (folder / FILE).is_file():
         return None
     if not tables:
@@ -181,45 +179,13 @@ def _members(tables: dict[str, Tensor], fields: dict[str, Any], folder: Path) ->
             f"rank them: flashmap release vocab --target {fields['target_model']} --corpus PATH"
             f" --out {folder / FILE}",
         )
-    chosen = _chosen(tables, vocab_size)
+    chosen = chosen_tokens(tables, vocab_size)
     members = torch.zeros(vocab_size, dtype=torch.bool)
     members[chosen] = True
     if int(members.sum()) != size:
-        raise _bad_tables(f"{int(members.sum())} tokens, draft_vocab_size {size}")
+        raise bad_tables(f"{int(members.sum())} tokens, draft_vocab_size {size}")
     fields["draft_vocab_size"] = size
     return members
-
-
-def _table_size(tables: dict[str, Tensor]) -> int:
-    return len(tables["d2t"]) if "d2t" in tables else int(tables["t2d"].sum())
-
-
-def _chosen(tables: dict[str, Tensor], vocab_size: int) -> Tensor:
-    """Ids that the tables t2d (V, whether) and d2t (n, what to add to the index) name."""
-    wanted = tables["t2d"].nonzero()[:, 0] if "t2d" in tables else None
-    if "d2t" not in tables:
-        assert wanted is not None
-        return wanted
-    d2t = tables["d2t"].long()
-    chosen = d2t + torch.arange(len(d2t))
-    if wanted is not None and len(d2t) == len(wanted) and d2t.equal(wanted):
-        return wanted  # the ids themselves, as some write them
-    if wanted is not None and not chosen.equal(wanted):
-        raise _bad_tables("t2d and d2t that name different tokens")
-    if not d2t.any():
-        raise _bad_tables("d2t all zero, which means the first ids whatever they are")
-    if int(chosen.min()) < 0 or int(chosen.max()) >= vocab_size or not (chosen.diff() > 0).all():
-        raise _bad_tables("d2t whose tokens do not rise within the vocabulary")
-    return chosen
-
-
-def _bad_tables(found: str) -> ReleaseError:
-    return ReleaseError(
-        "draft-vocab",
-        found,
-        "t2d[v] whether v can be drafted, d2t[j] the offset of the j-th such id from j",
-        f"take the tables of the training run, or remove them and put a {FILE} there",
-    )
 
 
 def _write(

@@ -28,6 +28,7 @@ MAX_FUNCTION, MAX_KERNEL = 60, 80
 READS_ENVIRONMENT = {
     "src/flashmap/embedded.py": "the user's cache folder",
     "release/fresh.py": "what a fresh process inherits",
+    "serving/options.py": "DraftOptions: an engine's workers inherit nothing else",
     "cli/main.py": "how OpenMP's threads wait, before torch is imported",
     "space/app.py": "which pair a Space shows",
 }

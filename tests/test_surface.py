@@ -116,6 +116,33 @@ def test_sizes_of_captured_rounds() -> None:
     assert ROOMS == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
+def test_knobs_of_serving() -> None:
+    from flashmap.serving.options import VARIABLE, DraftOptions
+
+    assert VARIABLE == "FLASHMAP_OPTIONS"
+    assert list(inspect.signature(DraftOptions).parameters) == [
+        "num_steps", "draft_vocab_size", "kernels", "fp8_weights", "fold_noise",
+    ]  # fmt: skip
+
+
+def test_what_is_hooked_in_vllm() -> None:
+    from flashmap.serving.vllm_plugin.hooks import ENTRIES, HOOKS, VERSIONS
+
+    assert list(VERSIONS) == ["0.31", "0.32", "0.33"]
+    assert [hook.name for hook in HOOKS] == [
+        "SpeculativeConfig.__post_init__",
+        "SpeculatorsConfig.build_vllm_speculative_config",
+        "init_speculator",
+    ]
+    assert [entry.name for entry in ENTRIES] == [
+        "_CONFIG_REGISTRY", "_SPECULATIVE_DECODING_CONFIGS", "SUPPORTED_SPECULATORS_TYPES",
+    ]  # fmt: skip
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "flashmap": "flashmap.serving.vllm_plugin.register:register"
+    }
+
+
 def test_fields_of_the_configuration() -> None:
     names = written(flashmap.FlashMapConfig.__init__).split()
     assert names == [*CONFIG_FIELDS, "kwargs"]

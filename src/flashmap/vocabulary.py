@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from .files import write_whole
@@ -17,6 +17,11 @@ from .files import write_whole
 FILE = "draft_vocab.safetensors"
 # Engines that keep a table instead of the ids: d2t[j] is what to add to j, not the token itself.
 CONVENTION = {"d2t": "offset: d2t[j] = S[j] - j for S = sorted(ids[:draft_vocab_size])"}
+
+
+def read_draft_vocab(path: Path | str) -> Tensor:
+    """Token ids of a file that `write_draft_vocab` wrote, from the most frequent on, int64 (V)."""
+    return load_file(path)["ids"].long()
 
 
 def rank_tokens(counts: Tensor) -> Tensor:

@@ -18,7 +18,13 @@ MEMBERS = [0, 3, 4, 70, 71, 200, 263]
 def write_speculators(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A tiny drafter as the speculators library writes one."""
     drafter = toys.drafter(**{"vocab_size": ROWS, **changes}).to(dtype)
+    return as_speculators(folder, drafter, MEMBERS)
+
+
+def as_speculators(folder: Path, drafter: Any, members: list[int]) -> Path:
+    """Write a drafter that may say `members` as the speculators library does."""
     ours = drafter.config
+    rows, width = ours.vocab_size, ours.target_hidden_size
     config = {
         "architectures": ["FlashMapDraftModel"],
         "speculators_model_type": "flashmap",
@@ -55,15 +61,16 @@ def write_speculators(folder: Path, dtype: torch.dtype = torch.float32, **change
         "time_schedule": ours.time_schedule,
         "num_steps": ours.num_steps,
         "time_grids": [ours.jump_grids[str(n)] for n in range(1, len(ours.jump_grids) + 1)],
-        "draft_vocab_size": len(MEMBERS),
+        "draft_vocab_size": len(members),
         "mask_token_id": None,
         "dtype": "float32",
         "transformers_version": "5.0.0",
     }
-    t2d = torch.zeros(ROWS, dtype=torch.bool)
-    t2d[MEMBERS] = True
-    tables = {"t2d": t2d, "d2t": torch.tensor(MEMBERS) - torch.arange(len(MEMBERS))}
-    targets = {"embed_tokens.weight": torch.zeros(ROWS, 24), "lm_head.weight": torch.ones(ROWS, 24)}
+    t2d = torch.zeros(rows, dtype=torch.bool)
+    t2d[members] = True
+    tables = {"t2d": t2d, "d2t": torch.tensor(members) - torch.arange(len(members))}
+    table = torch.zeros(rows, width)
+    targets = {"embed_tokens.weight": table, "lm_head.weight": table + 1.0}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}

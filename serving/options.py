@@ -1,0 +1,73 @@
+"""What whoever serves a drafter may choose: one frozen object, read from one environment variable.
+
+Engines start worker processes that inherit nothing but the environment, so the choices travel
+there, as a JSON object: FLASHMAP_OPTIONS='{"num_steps": 2}'.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+VARIABLE = "FLASHMAP_OPTIONS"
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How a served drafter drafts. None takes what the release says.
+
+    Attributes:
+        num_steps: jumps a draft.
+        draft_vocab_size: number of the release's ranked tokens that may be drafted.
+        kernels: "auto", "eager" or "triton", see `select_ops`.
+        fp8_weights: keep the drafter's large weights in eight bits.
+        fold_noise: draw the noise in one product less; None: where one jump is made. Drafts have
+            the same distribution and are other ones than the model's own for the same seed.
+
+    Raises:
+        ValueError: a value has another type, or is out of range.
+    """
+
+    num_steps: int | None = None
+    draft_vocab_size: int | None = None
+    kernels: str = "auto"
+    fp8_weights: bool = False
+    fold_noise: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "draft_vocab_size"):
+            value = getattr(self, name)
+            counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and not counts:
+                raise _refusal(name, value, "a whole number of at least 1, or null")
+        if not isinstance(self.kernels, str):
+            raise _refusal("kernels", self.kernels, "a string")
+        if not isinstance(self.fp8_weights, bool):
+            raise _refusal("fp8_weights", self.fp8_weights, "true or false")
+        if self.fold_noise not in (None, True, False):
+            raise _refusal("fold_noise", self.fold_noise, "true, false or null")
+
+
+def _refusal(name: str, value: Any, rule: str) -> ValueError:
+    return ValueError(f"{VARIABLE}: {name}={value!r} is not valid: it must be {rule}.")
+
+
+def read_options() -> DraftOptions:
+    """The options that the environment asks for; all defaults if it says nothing.
+
+    Raises:
+        ValueError: it holds no JSON object, an unknown name or a bad value.
+    """
+    text = os.environ.get(VARIABLE, "").strip() or "{}"
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE} holds no JSON ({error}): {text!r}.") from error
+    known = [field.name for field in fields(DraftOptions)]
+    if not isinstance(values, dict) or not values.keys() <= set(known):
+        example = json.dumps(asdict(DraftOptions()))
+        raise ValueError(
+            f"{VARIABLE} is {text!r}, expected a JSON object with some of {', '.join(known)}, such"
+            f" as {example}."
+        )
+    return DraftOptions(**values)

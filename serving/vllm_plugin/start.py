@@ -1,0 +1,148 @@
+"""What `--speculative-config` leaves out is filled in, and what cannot be served is refused, while
+vLLM reads its configuration: before any weight is loaded."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+from flashmap.modeling.configuration_flashmap import FlashMapConfig
+from flashmap.serving.options import DraftOptions, read_options
+from flashmap.vocabulary import FILE
+
+from .view import draft_config, is_flashmap, read_config
+
+_TABLES = "speculators_model_type"  # such checkpoints keep the table among the weights
+
+
+def filling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `SpeculativeConfig.__post_init__` so that a FlashMap draft needs no method and no number
+    of tokens."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raw = _flashmap_draft(self)
+        if raw is not None:
+            fill(self, raw)
+        return original(self, *args, **kwargs)
+
+    return wrapped
+
+
+def as_dflash(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `SpeculatorsConfig.build_vllm_speculative_config`: the method "flashmap" runs on vLLM's
+    DFlash runtime."""
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if result.get("method") == "flashmap":
+            result["method"] = "dflash"
+        return result
+
+    return wrapped
+
+
+def _flashmap_draft(speculative: Any) -> dict[str, Any] | None:
+    """The draft's config.json if it is a FlashMap drafter's."""
+    model = speculative.model
+    if not isinstance(model, str) or not ("/" in model or Path(model).is_dir()):
+        return None  # n-grams, proposers by module: neither a folder nor a Hub id
+    try:
+        raw = read_config(model, speculative.revision)
+    except (OSError, ValueError):  # there is none to be read; vLLM says what it thinks of that
+        return None
+    return raw if is_flashmap(raw) else None
+
+
+def fill(speculative: Any, raw: dict[str, Any]) -> None:
+    """Set the method and the number of drafts of a `SpeculativeConfig`.
+
+    Raises:
+        ValueError: what is asked for cannot be served.
+    """
+    if speculative.method not in (None, "dflash"):
+        raise ValueError(
+            f"method {speculative.method!r} is asked for, and {speculative.model} holds a FlashMap"
+            ' drafter: leave "method" out of --speculative-config.'
+        )
+    options, config = read_options(), draft_config(raw)
+    config.grid(options.num_steps)
+    if speculative.num_speculative_tokens is None:
+        speculative.num_speculative_tokens = config.block_size
+    if speculative.num_speculative_tokens > config.block_size:
+        raise ValueError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, and this drafter's"
+            f" blocks have {config.block_size} tokens: ask for {config.block_size} at most, or"
+            " leave it out."
+        )
+    speculative.method = "dflash"
+    _check_parallel(speculative.target_parallel_config)
+    _check_target(config, speculative.target_model_config)
+    check_vocabulary(config, options, raw, speculative.model, speculative.revision)
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name, flag in (
+        ("tensor_parallel_size", "--tensor-parallel-size"),
+        ("pipeline_parallel_size", "--pipeline-parallel-size"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise ValueError(
+                f"{name} is {size}: a FlashMap drafter reads the target's whole embedding and"
+                f" vocabulary head, so it serves a target on one GPU. Give {flag} 1."
+            )
+
+
+def _check_target(config: FlashMapConfig, target: Any) -> None:
+    """Does the target have the vocabulary, the width and the layers that the drafter was trained
+    on?"""
+    text = target.hf_text_config
+    layers = text.num_hidden_layers
+    if text.vocab_size < config.vocab_size:
+        found = f"drafts from {config.vocab_size} tokens and the target has {text.vocab_size}"
+    elif text.hidden_size != config.target_hidden_size:
+        found = f"reads states of {config.target_hidden_size} numbers, not {text.hidden_size}"
+    elif config.target_layer_ids[-1] >= layers:
+        found = f"reads layer {config.target_layer_ids[-1]} and the target's last is {layers - 1}"
+    else:
+        return
+    raise ValueError(
+        f"This FlashMap drafter {found}: it was trained for {config.target_model}, and"
+        f" {target.model} is another model."
+    )
+
+
+def check_vocabulary(
+    config: FlashMapConfig,
+    options: DraftOptions,
+    raw: dict[str, Any],
+    model: str,
+    revision: str | None,
+) -> None:
+    """Raise ValueError if fewer tokens are to be drafted than there are and nothing says which."""
+    stated = getattr(config, "draft_vocab_size", None)
+    size = options.draft_vocab_size or stated or config.vocab_size
+    if size > config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {size}, and the drafter knows {config.vocab_size} tokens."
+        )
+    tables = _TABLES in raw and size == stated
+    if size < config.vocab_size and not tables and ranking_file(model, revision) is None:
+        raise ValueError(
+            f"{size} of {config.vocab_size} tokens are to be drafted and {model} holds no {FILE},"
+            " which says which: make it with `flashmap release vocab`, or fetch the release again."
+        )
+
+
+def ranking_file(model: str, revision: str | None) -> str | None:
+    """Path of a release's ranking of tokens, None if it has none."""
+    path: str | None = cached_file(
+        model, FILE, revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    return path

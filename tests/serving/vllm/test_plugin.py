@@ -1,0 +1,123 @@
+"""The plugin inside vLLM: found by its entry point, refused in one message, taken out again."""
+
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import vllm_cpu
+
+from flashmap.serving.vllm_plugin import hooks, register
+
+DEFAULTS = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}
+
+
+@pytest.fixture(autouse=True)
+def ready() -> None:
+    vllm_cpu.prepare()
+
+
+def configure(pair: Path, draft: dict[str, Any], **settings: Any) -> Any:
+    """VLLM's configuration as `vllm serve` makes it, without an engine."""
+    from vllm import EngineArgs
+
+    speculative = {"model": str(pair / "draft"), **draft}
+    arguments = {**DEFAULTS, **settings, "speculative_config": speculative}
+    return EngineArgs(model=str(pair / "target"), **arguments).create_engine_config()
+
+
+def hooked() -> list[Any]:
+    """Everything of vLLM that the plugin touches, as it is now."""
+    functions = [hooks._find(hook.module, hook.name)[2] for hook in hooks.HOOKS]
+    functions = [getattr(function, "__func__", function) for function in functions]
+    return functions + [sorted(hooks._find(entry.module, entry.name)[2]) for entry in hooks.ENTRIES]
+
+
+def test_a_folder_is_all_that_has_to_be_said(right: Path) -> None:
+    config = configure(right, {})
+    speculative = config.speculative_config
+    assert (speculative.method, speculative.num_speculative_tokens) == ("dflash", 4)
+    assert speculative.draft_model_config.architectures == ["FlashMapDraftModel"]
+    assert config.use_v2_model_runner
+
+
+@pytest.mark.parametrize(
+    ("draft", "settings", "words"),
+    [
+        ({"num_speculative_tokens": 5}, {}, "num_speculative_tokens is 5, .* have 4 tokens"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"method": "eagle3"}, {}, "method 'eagle3' is asked for"),
+    ],
+)
+def test_one_message_before_anything_is_loaded(
+    draft: dict[str, Any], settings: dict[str, Any], words: str, right: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        configure(right, draft, **settings)
+
+
+def test_another_draft_is_configured_as_without_the_plugin(right: Path) -> None:
+    draft = {"model": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    register.register()
+    found = configure(right, draft).speculative_config
+    register.unregister()
+    expected = configure(right, draft).speculative_config
+    register.register()
+    assert (found.method, found.prompt_lookup_max) == ("ngram", 4)
+    assert found.compute_hash() == expected.compute_hash()
+    assert found.num_speculative_tokens == expected.num_speculative_tokens
+
+
+def test_another_speculator_gets_what_was_asked_for() -> None:
+    seen: list[Any] = []
+    wrapped = hooks.choosing(lambda *args, **kwargs: seen.append((args, kwargs)))
+    draft = SimpleNamespace(architectures=["DFlashDraftModel"])
+    config = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft))
+    wrapped(config, "device", "request states", more=1)
+    assert seen == [((config, "device", "request states"), {"more": 1})]
+
+
+def test_hooks_go_in_once_and_come_out() -> None:
+    register.unregister()
+    before = hooked()
+    register.register()
+    during = hooked()
+    register.register()
+    assert hooked() == during
+    assert all(new != old for new, old in zip(during, before, strict=True))
+    register.unregister()
+    assert hooked() == before
+    register.register()
+
+
+@pytest.mark.parametrize("case", ["version", "namesake", "signature"])
+def test_an_unfit_vllm_is_told_once_and_left_alone(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import vllm
+
+    register.unregister()
+    before = hooked()
+    if case == "version":
+        monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    elif case == "namesake":
+        look_up = register.metadata.version
+        monkeypatch.setattr(
+            register.metadata, "version", lambda name: "9" if name == "flashmap" else look_up(name)
+        )
+    else:
+        hook = hooks.HOOKS[-1]
+        changed = hooks.Hook(hook.module, hook.name, ("nothing",), hook.wrapper, hook.why)
+        monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS[:-1], changed))
+    with caplog.at_level(logging.WARNING, logger=register.__name__):
+        register.register()
+    words = {"version": "0.31 .*0.32", "namesake": "flashmap 9 and flashmap-hub", "signature": "no"}
+    [record] = [record for record in caplog.records if record.name == register.__name__]
+    assert record.levelno == logging.WARNING
+    assert re.search(words[case], record.getMessage())
+    assert hooked() == before
+    monkeypatch.undo()
+    register.register()
