@@ -240,15 +240,15 @@ def string_criteria(stop_strings: str | list[str] | None, tokenizer: Any) -> lis
     """
     if stop_strings is None:
         return []
+    texts = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(
+            f"stop_strings={stop_strings!r} is not valid: pass a text or a list, none empty."
+        )
     if not hasattr(tokenizer, "get_vocab"):
         raise ValueError(
             f"stop_strings={stop_strings!r} needs the target's tokenizer to find texts in tokens:"
             " pass tokenizer=... to spec_generate. generate() does not hand its own to a callable:"
             " bind it, custom_generate=functools.partial(flashmap_decoding, tokenizer=...)."
-        )
-    texts = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-    if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(
-            f"stop_strings={stop_strings!r} is not valid: pass a text or a list, none empty."
         )
     return [StopStringCriteria(tokenizer, texts)]
