@@ -173,7 +173,10 @@ def test_turns_of_generate_run_only_what_is_new(drafts: dict[str, Any]) -> None:
         inputs["attention_mask"] = torch.cat((pads, torch.ones_like(text)), dim=1)
         settings = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
         plain = target.generate(**inputs, **settings)
-        held = past.length
+        # A last round's drafts may go on beyond the text that is returned, and are kept.
+        same = [old == new for old, new in zip(past.text, text[0].tolist(), strict=False)]
+        held = [*same, False].index(False)
+        assert held >= text.shape[1] - 5 or turn == 0
         counter.sizes.clear()
         found = target.generate(**inputs, **settings, **decoding, past=past)
         assert found.equal(plain)

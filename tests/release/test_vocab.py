@@ -156,11 +156,12 @@ def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # Slow enough to be stopped, and what is counted is written down at once.
 RANK = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from flashmap.release import corpus, tally
 from flashmap.release.vocab import rank_vocabulary
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     tally.SAVE_SECONDS, corpus.PIECE = 0.0, 2**14
     rank_vocabulary(
         sys.argv[1], [Path(sys.argv[2])], Path(sys.argv[3]), num_processes=2,
