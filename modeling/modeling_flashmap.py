@@ -42,7 +42,7 @@ from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .linear_flashmap import Linear
 from .loop_flashmap import DraftLoop
-from .norms_flashmap import fused_norms
+from .norms_flashmap import plain_norms
 from .obstacles_flashmap import choose_graphs
 from .pace_flashmap import Pace
 from .past_flashmap import FlashMapPast
@@ -77,7 +77,7 @@ __all__ = [
     "COLDEST", "HAS_TRITON", "MOST_NODES", "TRITON_OPS", "DraftLoop", "DraftTree", "DrawChoice",
     "FlashMapCache", "FlashMapDraftModel", "FlashMapPast", "FusedStep", "JumpFold", "Linear",
     "Pace", "Request", "Round", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner",
-    "choose_graphs", "coin_table", "fused_norms", "position_limit", "select_ops",
+    "choose_graphs", "coin_table", "plain_norms", "position_limit", "select_ops",
     "static_cache",
 ]  # fmt: skip
 _BFLOAT16_STEP = 2.0**-8

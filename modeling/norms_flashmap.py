@@ -5,8 +5,6 @@ Which norms these are is found out from their numbers, so that one with another 
 own.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,15 +35,3 @@ def plain_norms(target: PreTrainedModel) -> list[tuple[Any, Any]]:
         same.append((fused(x) - own).abs().max() <= step)
     kept = torch.stack(same).tolist() if same else []
     return [pair for pair, is_same in zip(found, kept, strict=True) if is_same]
-
-
-@contextmanager
-def fused_norms(norms: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Lets the modules of `plain_norms` compute by their functions."""
-    try:
-        for module, fused in norms:
-            module.forward = fused
-        yield
-    finally:
-        for module, _ in norms:
-            vars(module).pop("forward", None)

@@ -39,7 +39,7 @@ def choose_graphs(
         or _setting_obstacle(sampling, drafting, has_past)
     )
     if reason is None:
-        return bool(asked) if asked is True else "auto"
+        return asked
     give_up(asked, reason)
     return False
 

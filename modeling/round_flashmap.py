@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .acceptance_flashmap import STREAMS, coin_table, judge, judge_greedily
-from .norms_flashmap import fused_norms, plain_norms
+from .norms_flashmap import plain_norms
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampling, draw
 from .static_flashmap import copy_entries, new_entries, static_attention, static_cache
 from .step_flashmap import ContextRows, DenseContext, FusedStep
-from .target_flashmap import FeatureTap, call_module
+from .target_flashmap import FeatureTap, call_module, forwards
 
 Entries = Sequence[tuple[Tensor, Tensor]]
 _WARM_UPS = 2
@@ -61,7 +61,7 @@ class StaticRunner(TargetRunner):
         """Logits (B, m, V) and features (B, m, n H) of `tokens` (B, m) at `positions` (B, m), after
         `lengths` (B) entries."""
         count = tokens.shape[1]
-        with static_attention(self._target), fused_norms(self._norms):
+        with static_attention(self._target), forwards(self._norms):
             logits = self._forward(
                 tokens, count, lengths[:, None, None, None], position_ids=positions
             )

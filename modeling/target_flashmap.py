@@ -12,7 +12,8 @@ vocabulary.
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -241,6 +242,18 @@ def select_hidden(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> 
             " entry comes after the final norm). Use target_features."
         )
     return torch.cat([hidden_states[index + 1] for index in layer_ids], dim=-1)
+
+
+@contextmanager
+def forwards(replaced: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Lets modules compute by other functions, paired with them, for a while; their hooks stay."""
+    try:
+        for module, function in replaced:
+            module.forward = function
+        yield
+    finally:
+        for module, _ in replaced:
+            vars(module).pop("forward", None)
 
 
 class FeatureTap:

@@ -4,7 +4,7 @@ Prompts of a generation share their last position, and documents of a step need 
 what is padded follows everything that is looked at. Both ways give what `sdpa` gives.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,15 +78,3 @@ def attention(target: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
-
-
-@contextmanager
-def forwards(modules: Sequence[Any], replacements: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Let modules compute with other forward functions for a while; their hooks stay."""
-    for module, replacement in zip(modules, replacements, strict=False):
-        module.forward = replacement
-    try:
-        yield
-    finally:
-        for module, _ in zip(modules, replacements, strict=False):
-            del module.forward

@@ -19,10 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
-from flashmap.modeling.target_flashmap import decoder_layers
+from flashmap.modeling.target_flashmap import decoder_layers, forwards
 from flashmap.quiet import quiet
 
-from .attention import forwards
 from .blocks import Blocks, Target, draw_blocks
 from .checkpoints import (
     checkpoint_path,
@@ -96,8 +95,8 @@ class Trainer:
         self.checkpoints, self.drafter = self.folder / "checkpoints", self.folder / "drafter"
         self.log = Log(self.folder, accelerator.is_main_process)
         # One layer is compiled for all. Evaluation, whose shapes vary, does without.
-        self.layers = list(decoder_layers(target.model))
-        self.compiled = [torch.compile(layer.forward) for layer in self.layers if run.compile]
+        layers = list(decoder_layers(target.model))
+        self.compiled = [(layer, torch.compile(layer.forward)) for layer in layers if run.compile]
         self.orders: dict[int, Tensor] = {}
         self.rows: list[Tensor] = []
         self.inputs: Blocks | None = None
@@ -138,7 +137,7 @@ class Trainer:
 
     def passes(self, blocks: Blocks) -> Result:
         """Forward and backward; gradients are added to what is there."""
-        with forwards(self.layers, self.compiled):
+        with forwards(self.compiled):
             features, logits = self.target.read(
                 self.model, blocks.ids, logits=self.objective.needs_target_logits
             )

@@ -20,9 +20,10 @@ from flashmap.modeling import graphs_flashmap, obstacles_flashmap, target_flashm
 from flashmap.modeling.acceptance_flashmap import STREAMS, coin_table
 from flashmap.modeling.fused_flashmap import coin
 from flashmap.modeling.graphs_flashmap import GraphLoop
-from flashmap.modeling.norms_flashmap import fused_norms, plain_norms
+from flashmap.modeling.norms_flashmap import plain_norms
 from flashmap.modeling.round_flashmap import Round
 from flashmap.modeling.step_flashmap import FusedStep
+from flashmap.modeling.target_flashmap import forwards
 
 FAMILIES: dict[str, Any] = {
     "llama": toys.llama,
@@ -212,7 +213,7 @@ def test_norms_are_fused_where_their_numbers_are_the_same(dtype: torch.dtype) ->
     norms = dict(plain_norms(target))
     assert len(norms) == 4 * 3 + 1 and odd in norms
     ids, expected = prompt(9), target(prompt(9)).logits
-    with fused_norms(list(norms.items())):
+    with forwards(list(norms.items())):
         assert target(ids).logits.equal(expected)
     assert not any("forward" in vars(module) for module in target.modules())
     odd.__class__ = type("Shifted", (type(odd),), {"forward": lambda self, x: own(self, x) + 1.0})
