@@ -1,13 +1,14 @@
-"""What each fused operation and the drafting step made of them take on a GPU.
+"""What each fused operation, and the drafting step made of them, takes on a GPU.
 
     python benchmarks/fused_ops.py [--out benchmarks/results/kernels.csv] [--no-compile] [--no-step]
 
-The shapes are those of a drafter for Qwen3-8B with a context of 512, in bfloat16, with random
-numbers. Three versions of an operation: Triton, its plain-torch reference, and torch.compile of
-that reference. Every time is a replay of a CUDA graph that holds many calls, so that the host's
+The shapes are those of Qwen3-8B and a drafter for it, with a context of 512, in bfloat16, with
+random numbers. Three versions of an operation: Triton, its plain-torch reference, and torch.compile
+of that reference. Every time is a replay of a CUDA graph that holds many calls, so that the host's
 launches do not count. Beside the time stands the bandwidth, the bytes that the operation cannot
 avoid over Triton's time, and its share of what a copy of 1 GiB reaches in the same run. An
-operation of a few kilobytes is bound by its start, one of a few megabytes finds them in the cache.
+operation of a few kilobytes is bound by its start, one of up to some ten megabytes finds them in
+the cache.
 
 `error` is the largest error against float32 operations on the same numbers, relative to the largest
 number. The step is timed whole: anchors, one draft, logits. Needs a CUDA device.
@@ -23,7 +24,6 @@ import torch
 from decode_cpu import append_rows, commit
 from torch import Tensor, nn
 
-from flashmap.kernels.attention_flashmap import TRITON_OPS
 from flashmap.kernels.fused_flashmap import rope_table
 from flashmap.kernels.reference_flashmap import EAGER_OPS, kv_layout
 from flashmap.kernels.sampling import (
@@ -32,6 +32,7 @@ from flashmap.kernels.sampling import (
     triton_sample_tokens,
     triton_scatter_rows,
 )
+from flashmap.kernels.select_flashmap import TRITON_OPS
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 from flashmap.modeling.step_flashmap import ContextRows, DenseContext, FusedStep
 
@@ -39,6 +40,9 @@ DEVICE = "cuda"
 CONTEXT, DRAFT_VOCAB, VERIFIED = 512, 32768, 17
 SHAPE: dict[str, Any] = {"target_layer_ids": [1, 9, 17, 25, 33]}  # all else: the configuration's
 BATCHES = (1, 8)
+_INCOMPARABLE = (
+    "write_context", "scatter_rows", "sample_tokens", "quantize_rows", "linears", "rotate_into"
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -60,10 +64,13 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 
 def copy_rate() -> float:
-    """GB/s that a copy of 1 GiB reads and writes."""
+    """GB/s that a copy of 1 GiB reads and writes, outside of a graph: inside one, copies run at two
+    thirds of it."""
+    from triton.testing import do_bench
+
     source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda: target.copy_(source)) / 1e3
+    return 2 * source.numel() / float(do_bench(lambda: target.copy_(source))) / 1e6
 
 
 def numbers(*shape: int) -> Tensor:
@@ -117,6 +124,28 @@ def operation_cases(config: Any, batch: int) -> Iterator[Case]:
     yield case("quantize_rows", x, num_bytes=size(x) * 3 // 2)
 
 
+def pass_cases(batch: int) -> Iterator[Case]:
+    """What a layer of a Qwen3-8B makes of a block and its anchor."""
+    width, wide, heads, shared, dim = 4096, 12288, 32, 8, 128
+
+    def case(name: str, *arguments: Any, num_bytes: int) -> Case:
+        return Case(name, f"batch {batch}", TRITON_OPS[name], EAGER_OPS[name], arguments, num_bytes)
+
+    x, narrow = numbers(batch, VERIFIED, width), numbers(wide, width)
+    widths = [heads * dim, shared * dim, shared * dim]
+    weights = numbers(sum(widths), width).split(widths)
+    yield case("linears", x, weights, [None] * 3, num_bytes=size(*weights))
+    y = numbers(batch, VERIFIED, wide)
+    yield case("add_linear", x, y, narrow.view(width, wide), None, num_bytes=size(narrow))
+    yield case("gated_linear", x, narrow, narrow + 1, num_bytes=2 * size(narrow))
+    qkv = numbers(batch, VERIFIED, sum(widths))
+    angles = numbers(2, batch, VERIFIED, dim).unbind()
+    norms, caches = [numbers(dim), numbers(dim)], numbers(2, batch, shared, 2 * CONTEXT, dim)
+    places = torch.arange(VERIFIED, device=DEVICE).expand(batch, -1).contiguous()
+    parts = qkv.split(widths, dim=-1)
+    yield case("rotate_into", parts, norms, 1e-6, angles, places, *caches, num_bytes=2 * size(qkv))
+
+
 def sampling_cases(config: Any, batch: int) -> Iterator[Case]:
     """What serving engines need besides, over a draft vocabulary."""
     rows = batch * config.block_size
@@ -137,7 +166,7 @@ def sampling_cases(config: Any, batch: int) -> Iterator[Case]:
 def relative_error(case: Case) -> float | None:
     """Triton's largest error against the reference in float32; None where nothing comparable is
     returned."""
-    if case.name in ("write_context", "scatter_rows", "sample_tokens", "quantize_rows"):
+    if case.name in _INCOMPARABLE:
         return None
 
     def widened(value: Any) -> Any:
@@ -265,7 +294,9 @@ def main() -> None:
     rows = []
     with torch.no_grad():
         for batch in BATCHES:
-            for case in (*operation_cases(config, batch), *sampling_cases(config, batch)):
+            for case in (
+                *operation_cases(config, batch), *pass_cases(batch), *sampling_cases(config, batch)
+            ):  # fmt: skip
                 rows.append(measure(case, batch == 1 and not args.no_compile, copy))
         if not args.no_step:
             rows += Steps(config).rows(copy)

@@ -153,7 +153,10 @@ def run_peer(case: Case, rounds: int, peer: str) -> dict[str, float]:
     }  # fmt: skip
     script = Path(__file__).with_name("peer_round.py")
     done = subprocess.run(
-        [peer, str(script), json.dumps(asked)], capture_output=True, text=True, cwd=script.parent
+        [peer, "-I", str(script), json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
     )
     if done.returncode != 0:
         raise SystemExit(f"--peer {peer} failed:\n{done.stderr[-2000:]}")

@@ -1,8 +1,7 @@
-"""The drafter's two attentions as Triton kernels, for any block size, number of heads and even head
-width.
+"""Attention inside a block and onto a context as Triton kernels, for any block size, number of
+heads and even head width.
 
-Legend: B sequences, G blocks, K slots, N queries of a sequence (the slots of all its blocks), A
-heads, d head width, T context entries.
+Legend: B sequences, G blocks, K slots, A heads, d head width, T context entries.
 """
 
 import torch
@@ -10,23 +9,7 @@ from torch import Tensor
 
 from .reference_flashmap import Rope
 from .reference_flashmap import block_attention as eager_block_attention
-from .triton_flashmap import (
-    ROUNDED,
-    adaln,
-    block_noise,
-    gated_adaln,
-    gated_norm,
-    norm_rope,
-    normed,
-    padded,
-    quantize_rows,
-    rms_norm,
-    rotated,
-    target_norm,
-    tl,
-    triton,
-    write_context,
-)
+from .triton_flashmap import ROUNDED, normed, padded, rotated, tl, triton
 
 _LOWEST = tl.constexpr(-1e30)  # below every score, and finite
 _DOT_SIDE = 16  # shortest side of a tile that tl.dot takes
@@ -75,24 +58,26 @@ def _block_attention_kernel(
 @triton.jit
 def _context_attention_kernel(
     query_ptr, key_ptr, value_ptr, lengths_ptr, out_ptr, log_sum_ptr, num_queries, num_heads,
-    head_dim, scale, sequence_stride, head_stride, entry_stride, period, ROWS: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr,
+    head_dim, scale, sequence_stride, head_stride, entry_stride, slots, group, ROWS: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one head onto one split of its context a program: its weighted mean of
-    the values, and the logarithm of its sum of exponentials. Query r sees r % period entries more
-    than the first."""
+    """A tile of the queries that share one head of keys onto one split of its context a program:
+    its weighted mean of the values, and the logarithm of its sum of exponentials. Queries are
+    counted block by block, in it head by head, in it slot by slot."""
     split, num_splits = tl.program_id(2), tl.num_programs(2)
     sequence, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     within = (column < head_dim)[None, :]
     inside = (row < num_queries)[:, None] & within
-    place = (sequence.to(tl.int64) * num_queries + row) * num_heads + head
+    block, lane, slot = row // (slots * group), row // slots % group, row % slots
+    place = sequence.to(tl.int64) * (num_queries // group) + block * slots + slot
+    place = (place * num_heads + head) * group + lane
     query_at = query_ptr + place[:, None] * head_dim + column[None, :]
     query = tl.load(query_at, mask=inside, other=0.0)
 
     first_length = tl.load(lengths_ptr + sequence).to(tl.int32) + 1
-    seen_by_row = first_length + row % period
-    length = first_length + period - 1
+    seen_by_row = first_length + (slot if CAUSAL else 0 * slot)
+    length = first_length + (slots - 1 if CAUSAL else 0)
     chunk = tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
     end = tl.minimum(split * chunk + chunk, length)
     start = sequence.to(tl.int64) * sequence_stride + head * head_stride
@@ -169,7 +154,8 @@ def context_attention(
     """See the reference; `key` and `value` have the same strides."""
     query = query.contiguous()
     num_sequences, num_heads, capacity, head_dim = key.shape
-    num_queries = query.shape[0] // num_sequences * query.shape[1]
+    slots, group = query.shape[1], query.shape[2] // num_heads
+    num_queries = query.shape[0] // num_sequences * slots * group
     dim = padded(head_dim, _DOT_SIDE)
     most = _TILE_BYTES // (dim * key.element_size())
     rows, tile = min(padded(num_queries, _DOT_SIDE), most, 64), min(most // 2, 64)
@@ -181,8 +167,8 @@ def context_attention(
     log_sum = torch.empty(mean.shape[:-1], dtype=torch.float32, device=query.device)
     _context_attention_kernel[(*grid, splits)](
         query, key, value, lengths, mean, log_sum, num_queries, num_heads, head_dim,
-        head_dim**-0.5, key.stride(0), key.stride(1), key.stride(2),
-        query.shape[1] if causal else 1, ROWS=rows, DIM=dim, TILE=tile, num_stages=2,
+        head_dim**-0.5, key.stride(0), key.stride(1), key.stride(2), slots, group,
+        ROWS=rows, DIM=dim, TILE=tile, CAUSAL=causal, num_stages=2,
     )  # fmt: skip
     if splits == 1:
         return mean[0]
@@ -191,12 +177,3 @@ def context_attention(
         mean, log_sum, out, splits, head_dim, SPLITS=padded(splits), DIM=dim
     )
     return out
-
-
-TRITON_OPS = {
-    operation.__name__: operation
-    for operation in (
-        rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
-        context_attention, write_context, block_noise, quantize_rows,
-    )
-}  # fmt: skip

@@ -8,24 +8,28 @@ float8_e4m3fn: y = a_r s_n (x8 W8^T) + bias, summed in float32 and rounded once.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .reference_flashmap import quantize_rows
+from .reference_flashmap import linears, quantize_rows
 
 FP8_CAPABILITY = (8, 9)
 _FP8_MULTIPLE = 16  # the matrix unit takes widths that are multiples of this
 
 
 class Linear:
-    """y = x W^T + b for `weight` (out, in) and `bias` (out) or None."""
+    """y = x W^T + b for `weight` (out, in) and `bias` (out) or None, by a version of `linears`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        multiply: Callable[..., list[Tensor]] = linears,
+    ) -> None:
+        self.weight, self.bias, self._multiply = weight, bias, multiply
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply to `x` (..., in)."""
-        return F.linear(x, self.weight, self.bias)
+        return self._multiply(x, [self.weight], [self.bias])[0]
 
 
 class Fp8Linear(Linear):

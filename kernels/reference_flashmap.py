@@ -1,11 +1,11 @@
-"""The fused operations of a drafting step in plain PyTorch: what each one computes and in which
-order it rounds. The Triton versions are held to these, and these to float64.
+"""The fused operations of a round in plain PyTorch: what each one computes and in which order it
+rounds. The Triton versions are held to these, and these to float64.
 
 None of them waits for the device, so a step made of them can be captured in a CUDA graph. A rotary
 table is a pair (cosines, sines), float32 (P, d / 2), a row a position.
 
-Legend: B sequences, G blocks (M noise draws a sequence: G = B M), K slots, R rows of a step, T
-context entries, L layers, A heads, d head width, C columns.
+Legend: B sequences, G blocks (M noise draws a sequence: G = B M), K slots, m tokens of a target's
+pass, R rows of a step, T context entries, L layers, A heads, d head width, C columns.
 """
 
 from collections.abc import Sequence
@@ -118,19 +118,20 @@ def context_attention(
     """Attention of `query` (G, K, A, d) onto the entries 0 .. lengths[b] of the context: the
     committed ones and the anchor's, (G, K, A, d).
 
-    `key` and `value` are (B, A, T, d), `lengths` (B); neighbouring blocks share a sequence. With
-    `causal`, slot k = 0, 1, ... sees the entries 0 .. lengths[b] + k. Rounds as `block_attention`
-    does.
+    `key` and `value` are (B, A or a divisor of it, T, d), `lengths` (B); neighbouring blocks share
+    a sequence, and neighbouring heads share keys. With `causal`, slot k = 0, 1, ... sees the
+    entries 0 .. lengths[b] + k. Rounds as `block_attention` does.
     """
-    num_blocks, block_size = query.shape[:2]
-    rows = query.unflatten(0, (key.shape[0], -1)).flatten(1, 2).transpose(1, 2)
+    split = query.unflatten(0, (key.shape[0], -1)).unflatten(3, (key.shape[1], -1))
+    rows = split.permute(0, 3, 1, 4, 2, 5)  # (B, heads of keys, blocks, heads of one key, K, d)
     places = torch.arange(key.shape[2], device=key.device)
     last = lengths.unsqueeze(1)
     if causal:
-        last = last + torch.arange(block_size, device=key.device)
-    visible = places <= last.repeat(1, rows.shape[2] // last.shape[1])[:, None, :, None]
-    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=visible)
-    return out.transpose(1, 2).reshape(num_blocks, block_size, *query.shape[2:])
+        last = last + torch.arange(query.shape[1], device=key.device)
+    num_rows = rows[0, 0, ..., 0].numel()
+    visible = places <= last.repeat(1, num_rows // last.shape[1])[:, None, :, None]
+    out = F.scaled_dot_product_attention(rows.flatten(2, 4), key, value, attn_mask=visible)
+    return out.view(rows.shape).permute(0, 2, 4, 1, 3, 5).reshape(query.shape)
 
 
 def write_context(
@@ -170,6 +171,60 @@ def write_context(
             cache[block, row] = torch.where(kept, new.to(cache.dtype), cache[block, row])
 
 
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """Products x W^T + b of `x` (..., in) with several weights (out, in), each rounded once. Their
+    rows may lie apart in memory, the numbers of one do not."""
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def add_linear(base: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`base` (..., out) plus the product of `x` with a weight; the product rounds, then the sum."""
+    return base + F.linear(x, weight, bias)
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(x G^T) * (x U^T) of `x` (..., in) and two weights (out, in). Both products, the silu and
+    the last product round to the dtype of `x`."""
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def _quarter_turn(x: Tensor) -> Tensor:
+    """Numbers of the second half, negated, then those of the first."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((-high, low), dim=-1)
+
+
+def rotate_into(
+    qkv: Sequence[Tensor],
+    norms: Sequence[Tensor] | None,
+    eps: float,
+    rope: Rope,
+    places: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Queries (B, m, A, d) of a target's pass, rotated, its rotated keys and its values written
+    into a cache.
+
+    `qkv` is (B, m, A d), (B, m, A' d) and again, as `linears` gives them; `keys` and `values`
+    (B, A', T, d) are written at `places` (B, m). `norms` are the weights (d) of a `target_norm` of
+    queries and one of keys; None: there is none. `rope`, cosines and sines (B or 1, m, d) in the
+    dtype of the numbers, turns number i with number i + d / 2; each product and their sum rounds.
+    """
+    dim = keys.shape[3]
+    query, key, value = (part.unflatten(2, (-1, dim)) for part in qkv)
+    if norms is not None:
+        query, key = (
+            target_norm(x, norm, eps) for x, norm in zip((query, key), norms, strict=True)
+        )
+    cos, sin = (table.unsqueeze(2) for table in rope)
+    query, key = (x * cos + _quarter_turn(x) * sin for x in (query, key))
+    for cache, new in ((keys, key), (values, value)):
+        entry = new.transpose(1, 2)
+        cache.scatter_(2, places[:, None, :, None].expand_as(entry), entry)
+    return query
+
+
 def block_noise(
     seeds: Tensor, positions: Tensor, num_columns: int, num_draws: int, dtype: torch.dtype
 ) -> Tensor:
@@ -191,6 +246,7 @@ EAGER_OPS = {
     operation.__name__: operation
     for operation in (
         rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
-        context_attention, write_context, block_noise, quantize_rows,
+        context_attention, write_context, linears, add_linear, gated_linear, rotate_into,
+        block_noise, quantize_rows,
     )
 }  # fmt: skip

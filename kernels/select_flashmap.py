@@ -13,10 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_flashmap import TRITON_OPS
+from .attention_flashmap import block_attention, context_attention
 from .fused_flashmap import rope_table
 from .reference_flashmap import EAGER_OPS, kv_layout
-from .triton_flashmap import HAS_TRITON, INTERPRETED
+from .triton_flashmap import (
+    HAS_TRITON,
+    INTERPRETED,
+    adaln,
+    block_noise,
+    gated_adaln,
+    gated_norm,
+    norm_rope,
+    quantize_rows,
+    rms_norm,
+    target_norm,
+    write_context,
+)
+from .verify_flashmap import add_linear, gated_linear, linears, rotate_into
 
 Operation = Callable[..., Any]
 logger = logging.getLogger(__name__)
@@ -24,6 +37,14 @@ CHOICES = ("auto", "eager", "triton")
 LEAST_CAPABILITY = (8, 0)
 # Largest difference in a trial, relative to the largest number: a few units in the last place.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TRITON_OPS = {
+    operation.__name__: operation
+    for operation in (
+        rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
+        context_attention, write_context, linears, add_linear, gated_linear, rotate_into,
+        block_noise, quantize_rows,
+    )
+}  # fmt: skip
 
 
 class Ops(NamedTuple):
@@ -39,6 +60,10 @@ class Ops(NamedTuple):
     block_attention: Operation
     context_attention: Operation
     write_context: Operation
+    linears: Operation
+    add_linear: Operation
+    gated_linear: Operation
+    rotate_into: Operation
     block_noise: Operation
     quantize_rows: Operation
     picked: dict[str, str]
@@ -143,6 +168,14 @@ def _trials(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Ope
         operation(kv, places, places, torch.stack((norm, norm)), 1e-5, rope, layout)
         return [cache]
 
+    def rotated(operation: Operation) -> list[Tensor]:
+        cache = torch.zeros(2, 2, 1, 9, 16, device=device, dtype=dtype)
+        written_at = torch.tensor([[0, 1, 2], [4, 5, 6]], device=device)
+        query = operation(qkv, (norm, norm), 1e-6, angles, written_at, *cache)
+        return [query, cache]
+
+    qkv, angles = numbers(2, 3, 64).split([32, 16, 16], dim=-1), numbers(2, 1, 3, 16).unbind()
+    wide, weights = numbers(2, 3, 256), numbers(2, 48, 256)
     return {
         "rms_norm": lambda op: [op(x, weight, 1e-6)],
         "target_norm": lambda op: [op(x, weight, 1e-6)],
@@ -155,6 +188,10 @@ def _trials(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Ope
             op(heads.view(2, 3, 3, 16), *caches, lengths, causal) for causal in (False, True)
         ],
         "write_context": written,
+        "linears": lambda op: op(wide, weights.unbind(), [None, None]),
+        "add_linear": lambda op: [op(qkv[0][..., :16], wide, weights[0, :16], norm)],
+        "gated_linear": lambda op: [op(wide, *weights)],
+        "rotate_into": rotated,
         "block_noise": lambda op: [op(seeds, places.view(2, 3), 50, 1, torch.float32)],
         # Float8 numbers may part by one unit where the division rounds differently: compare values.
         "quantize_rows": lambda op: [op(x)[0].float() * op(x)[1]],

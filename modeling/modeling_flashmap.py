@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from .acceptance_flashmap import coin_table
 from .arguments_flashmap import COLDEST
-from .attention_flashmap import TRITON_OPS
+from .attention_flashmap import context_attention
 from .cache_flashmap import FlashMapCache
 from .configuration_flashmap import FlashMapConfig
 from .constants_flashmap import TensorMemo, noise_factor, owner, uniform_embedding
@@ -37,12 +37,12 @@ from .draws_flashmap import DrawChoice
 from .flow_flashmap import advance, sharpness
 from .folds_flashmap import JumpFold
 from .fused_flashmap import draw_seeds, rope_table
+from .fusion_flashmap import fused_modules
 from .graphs_flashmap import RoundStore
 from .hook_flashmap import flashmap_decoding
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .linear_flashmap import Linear
 from .loop_flashmap import DraftLoop
-from .norms_flashmap import plain_norms
 from .obstacles_flashmap import choose_graphs
 from .pace_flashmap import Pace
 from .past_flashmap import FlashMapPast
@@ -53,7 +53,7 @@ from .request_flashmap import Request
 from .round_flashmap import Round
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler
-from .select_flashmap import select_ops
+from .select_flashmap import TRITON_OPS, select_ops
 from .static_flashmap import static_cache
 from .step_flashmap import FusedStep
 from .target_flashmap import (
@@ -69,6 +69,7 @@ from .tree_flashmap import DraftTree
 from .treeloop_flashmap import TreeLoop
 from .treerunner_flashmap import TreeRunner
 from .triton_flashmap import HAS_TRITON
+from .verify_flashmap import rotate_into
 
 Time = float | Tensor
 Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
@@ -77,8 +78,8 @@ __all__ = [
     "COLDEST", "HAS_TRITON", "MOST_NODES", "TRITON_OPS", "DraftLoop", "DraftTree", "DrawChoice",
     "FlashMapCache", "FlashMapDraftModel", "FlashMapPast", "FusedStep", "JumpFold", "Linear",
     "Pace", "Request", "Round", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner",
-    "choose_graphs", "coin_table", "plain_norms", "position_limit", "select_ops",
-    "static_cache",
+    "choose_graphs", "coin_table", "context_attention", "fused_modules", "position_limit",
+    "rotate_into", "select_ops", "static_cache",
 ]  # fmt: skip
 _BFLOAT16_STEP = 2.0**-8
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .acceptance_flashmap import STREAMS, coin_table, judge, judge_greedily
-from .norms_flashmap import plain_norms
+from .fusion_flashmap import fused_modules
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampling, draw
 from .static_flashmap import copy_entries, new_entries, static_attention, static_cache
@@ -48,12 +48,14 @@ class Result(NamedTuple):
 
 
 class StaticRunner(TargetRunner):
-    """A `TargetRunner` on a static cache."""
+    """A `TargetRunner` on a static cache, for passes of `num_tokens` a sequence."""
 
-    def __init__(self, target: PreTrainedModel, tap: FeatureTap, cache: Cache) -> None:
+    def __init__(
+        self, target: PreTrainedModel, tap: FeatureTap, cache: Cache, num_tokens: int
+    ) -> None:
         super().__init__(target, tap)
         self._cache = cache  # type: ignore[assignment]
-        self._norms = plain_norms(target)
+        self._fused = fused_modules(target, num_tokens)
 
     def verify_static(
         self, tokens: Tensor, lengths: Tensor, positions: Tensor
@@ -61,7 +63,7 @@ class StaticRunner(TargetRunner):
         """Logits (B, m, V) and features (B, m, n H) of `tokens` (B, m) at `positions` (B, m), after
         `lengths` (B) entries."""
         count = tokens.shape[1]
-        with static_attention(self._target), forwards(self._norms):
+        with static_attention(self._target), forwards(self._fused):
             logits = self._forward(
                 tokens, count, lengths[:, None, None, None], position_ids=positions
             )
@@ -120,7 +122,7 @@ class Round:
         """
         if self._graph is not None:
             return
-        self._runner = StaticRunner(target, tap, self._cache)
+        self._runner = StaticRunner(target, tap, self._cache, len(self._block))
         self._embed_tokens = target.get_input_embeddings()
         for tensor in (self._lengths, self._starts, self._counts):
             tensor.zero_()

@@ -33,7 +33,7 @@ class StaticLayer(DynamicLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.keys, self.values, self._places = keys, values, places
+        self.keys, self.values, self.places = keys, values, places
         self.is_initialized = True
 
     def update(
@@ -42,7 +42,7 @@ class StaticLayer(DynamicLayer):
         """Write the pass's keys and values (B, heads, m, d) and return all there is room for."""
         assert self.keys is not None and self.values is not None
         for whole, new in ((self.keys, key_states), (self.values, value_states)):
-            whole.scatter_(2, self._places[:, None, :, None].expand_as(new), new)
+            whole.scatter_(2, self.places[:, None, :, None].expand_as(new), new)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -87,22 +87,16 @@ def attend_static(
     """Attention of a pass's queries (B, heads, m, d) onto static keys and values (B, fewer heads,
     T, d), each onto the entries up to its own: (B, m, heads, d), in transformers' form.
 
-    Heads that share keys go as blocks of one sequence, so that no key is copied for them.
-
     Raises:
         ValueError: the layer asks for something else than plain causal attention.
     """
-    num_sequences, num_heads, num_tokens, width = query.shape
     unknown = [name for name in _UNKNOWN if others.get(name) is not None]
-    plain = scaling is None or abs(scaling * width**0.5 - 1.0) < 1e-6
+    plain = scaling is None or abs(scaling * query.shape[3] ** 0.5 - 1.0) < 1e-6
     if unknown or not plain or value.shape != key.shape:
         what = ", ".join(unknown) or "a scale or a value width of its own"
         raise ValueError(f"its attention has {what}")
-    blocks = query.unflatten(1, (key.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     attend = select_ops(query.device, query.dtype).context_attention
-    out: Tensor = attend(blocks, key, value, attention_mask.flatten(), True)
-    out = out.unflatten(0, (num_sequences, -1)).permute(0, 2, 3, 1, 4)
-    return out.reshape(num_sequences, num_tokens, num_heads, width), None
+    return attend(query.transpose(1, 2), key, value, attention_mask.flatten(), True), None
 
 
 def new_entries(

@@ -9,6 +9,7 @@ Legend: B sequences, M noise draws, G = B M blocks, K slots, V vocabulary, S dra
 target hidden width, D drafter width, L layers, A heads, d head width, T context rows, n H features.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -106,15 +107,16 @@ class FusedStep:
         def linear(weight: Tensor, bias: Tensor | None) -> Linear:
             if fp8_weights:
                 return Fp8Linear(weight, bias, ops.quantize_rows)
-            return Linear(weight, bias)
+            return few_rows(weight, bias)
 
+        few_rows = partial(Linear, multiply=ops.linears)
         self.jumps: list[JumpFold] = jump_folds(model, grid)
         self.layers: list[LayerFold] = [layer_fold(layer, linear) for layer in model.layers]
         positions = torch.arange(max_length + config.block_size + 1, device=device)
         self.rope = rope_table(positions, config.head_size, config.rope_theta)
         self._block = positions[1 : config.block_size + 1]
         self._features, self._hidden_norm = linear(model.fc.weight, None), model.hidden_norm.weight
-        self._anchor = Linear(model.anchor_proj.weight, model.anchor_proj.bias)
+        self._anchor = few_rows(model.anchor_proj.weight, model.anchor_proj.bias)
         self._anchor_norm = model.anchor_norm.weight
         weight, self._key_norm = context_fold(model.layers)
         self._key_value = linear(weight, None)
@@ -123,8 +125,8 @@ class FusedStep:
         uniform, self._factor = model.target_constants(embedding)
         self._base = model.state_norm(uniform.to(device, self._dtype))
         self._state_norm, self._noise_norm = model.state_norm.weight, model.noise_norm.weight
-        self._x_embed = Linear(model.x_embed.weight, model.x_embed.bias)
-        self._noise = noise_fold(model, embedding, self._base, Linear) if fold_noise else None
+        self._x_embed = few_rows(model.x_embed.weight, model.x_embed.bias)
+        self._noise = noise_fold(model, embedding, self._base, few_rows) if fold_noise else None
 
         self.token_ids = draft_tokens(token_ids, config, device)
         head = head_fold(model.head, lm_head, self.token_ids)

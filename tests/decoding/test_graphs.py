@@ -19,11 +19,10 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from flashmap.modeling import graphs_flashmap, obstacles_flashmap, target_flashmap
 from flashmap.modeling.acceptance_flashmap import STREAMS, coin_table
 from flashmap.modeling.fused_flashmap import coin
+from flashmap.modeling.fusion_flashmap import FusedAttention, fused_modules
 from flashmap.modeling.graphs_flashmap import GraphLoop
-from flashmap.modeling.norms_flashmap import plain_norms
 from flashmap.modeling.round_flashmap import Round
 from flashmap.modeling.step_flashmap import FusedStep
-from flashmap.modeling.target_flashmap import forwards
 
 FAMILIES: dict[str, Any] = {
     "llama": toys.llama,
@@ -206,18 +205,39 @@ def test_coins_are_the_samplers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_fused_where_their_numbers_are_the_same(dtype: torch.dtype) -> None:
-    target = toys.qwen3().to(dtype)
-    odd = target.model.layers[1].input_layernorm
-    own = type(odd).forward
-    norms = dict(plain_norms(target))
-    assert len(norms) == 4 * 3 + 1 and odd in norms
-    ids, expected = prompt(9), target(prompt(9)).logits
-    with forwards(list(norms.items())):
-        assert target(ids).logits.equal(expected)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "biased"])
+def test_modules_are_fused_where_their_numbers_are_the_same(name: str, dtype: torch.dtype) -> None:
+    target = toys.llama(attention_bias=True) if name == "biased" else FAMILIES[name]()
+    target = target.to(dtype)
+    fused = dict(fused_modules(target))
+    attentions = [module for module in fused if isinstance(fused[module], FusedAttention)]
+    num_layers, num_norms = len(target.model.layers), 4 if name == "qwen3" else 2
+    assert len(attentions) == num_layers
+    assert len(fused) == num_layers * (num_norms + 3) + 1
+    assert set(target.model.layers) <= set(fused)
     assert not any("forward" in vars(module) for module in target.modules())
-    odd.__class__ = type("Shifted", (type(odd),), {"forward": lambda self, x: own(self, x) + 1.0})
-    assert odd not in dict(plain_norms(target))
+
+
+def test_a_module_of_another_formula_keeps_it() -> None:
+    target = toys.qwen3()
+    norm, attention = target.model.layers[1].input_layernorm, target.model.layers[0].self_attn
+    mlp, adapted = target.model.layers[2].mlp, target.model.layers[2].self_attn
+    mlp.act_fn = torch.nn.GELU()
+    adapted.v_proj.register_forward_hook(lambda *_: None)
+    for module, by in ((norm, 1.0), (attention, 0.1)):
+        own = type(module).forward
+
+        def shifted(self: Any, *args: Any, own: Any = own, by: float = by, **kwargs: Any) -> Any:
+            out = own(self, *args, **kwargs)
+            return (out[0] + by, out[1]) if isinstance(out, tuple) else out + by
+
+        module.__class__ = type("Shifted", (type(module),), {"forward": shifted})
+    fused = dict(fused_modules(target))
+    layers = target.model.layers
+    assert not {norm, attention, mlp, adapted, *layers} & set(fused)
+    assert {layers[1].self_attn, layers[1].mlp} <= set(fused)
+    layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    assert fused_modules(toys.qwen3()) and layers[1] not in dict(fused_modules(target))
 
 
 class NoNumbers(TorchDispatchMode):

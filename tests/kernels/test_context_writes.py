@@ -7,10 +7,10 @@ import torch
 from support import exact
 from torch import Tensor
 
-from flashmap.kernels.attention_flashmap import TRITON_OPS
 from flashmap.kernels.fused_flashmap import rope_table
 from flashmap.kernels.paged import gated_slots, sglang_layout, vllm_layout
 from flashmap.kernels.reference_flashmap import EAGER_OPS, KvLayout, kv_layout
+from flashmap.kernels.select_flashmap import TRITON_OPS
 
 LAYERS, HEADS, WIDTH, ROOM, THETA = 2, 3, 20, 24, 10000.0
 FP8 = torch.float8_e4m3fn

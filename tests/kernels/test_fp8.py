@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmap.kernels.attention_flashmap import TRITON_OPS
 from flashmap.kernels.linear_flashmap import Fp8Linear, Linear
 from flashmap.kernels.reference_flashmap import EAGER_OPS
+from flashmap.kernels.select_flashmap import TRITON_OPS
 
 FP8 = torch.float8_e4m3fn
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from flashmap.kernels import select_flashmap
-from flashmap.kernels.attention_flashmap import TRITON_OPS
 from flashmap.kernels.reference_flashmap import EAGER_OPS
-from flashmap.kernels.select_flashmap import Ops, select_ops
+from flashmap.kernels.select_flashmap import TRITON_OPS, Ops, select_ops
 
 GPU = torch.device("cuda", 0)
 

@@ -1,0 +1,1 @@
+../kernels/verify_flashmap.py
