@@ -212,7 +212,8 @@ def rotate_into(
     dtype of the numbers, turns number i with number i + d / 2; each product and their sum rounds.
     """
     dim = keys.shape[3]
-    query, key, value = (part.unflatten(2, (-1, dim)) for part in qkv)
+    parts: list[Tensor] = [part.unflatten(2, (-1, dim)) for part in qkv]
+    query, key, value = parts
     if norms is not None:
         query, key = (
             target_norm(x, norm, eps) for x, norm in zip((query, key), norms, strict=True)
