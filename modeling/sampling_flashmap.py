@@ -24,6 +24,7 @@ from transformers import (
 from .fused_flashmap import Stream, coin
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+_LIKELIEST = 1024  # tokens among which a top-p set is looked for before all are sorted
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,28 @@ class Sampling:
         rows = scores.reshape(-1, scores.shape[-1])
         nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
         for truncation in self.truncations:
-            rows = truncation(nothing, rows)
+            if type(truncation) is TopPLogitsWarper and rows.device.type == "cpu":
+                rows = nucleus(truncation, rows)
+            else:
+                rows = truncation(nothing, rows)
         return rows.view_as(scores)
+
+
+def nucleus(warper: TopPLogitsWarper, rows: Tensor) -> Tensor:
+    """What a top-p `warper` makes of scores (n, V), looked for among the likeliest: to sort the
+    whole vocabulary takes a CPU longer than to draft a block. Which of equal scores are in, where
+    not all are, is as arbitrary as there."""
+    top, tokens = rows.topk(min(_LIKELIEST, rows.shape[-1]))
+    chances = (top - rows.logsumexp(dim=-1, keepdim=True)).exp()
+    before = chances.cumsum(dim=-1) - chances
+    taken = before < warper.top_p
+    taken[:, : warper.min_tokens_to_keep] = True
+    kept = top.masked_fill(~taken, warper.filter_value)
+    out = torch.full_like(rows, warper.filter_value).scatter_(-1, tokens, kept)
+    flat = taken[:, -1]  # more may belong
+    if bool(flat.any()):
+        out[flat] = warper(rows.new_zeros(int(flat.sum()), 0, dtype=torch.long), rows[flat])
+    return out
 
 
 def make_sampling(

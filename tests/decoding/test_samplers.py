@@ -21,10 +21,11 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TopPLogitsWarper,
 )
 
 from flashmap.modeling.decoding_flashmap import spec_generate
-from flashmap.modeling.sampling_flashmap import Sampler
+from flashmap.modeling.sampling_flashmap import Sampler, nucleus
 
 LENGTH, NUM_TOKENS = 7, 24
 
@@ -228,6 +229,20 @@ def truncated(scores: Tensor, top_k: float = 0, top_p: float = 1.0, min_p: float
     p = p * (before < top_p)
     p = p * (p >= min_p * p.max())
     return p / p.sum()
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("top_p", [0.1, 0.7, 0.99])
+def test_top_p_of_a_large_vocabulary(top_p: float, least: int) -> None:
+    """Peaked rows, whose set is small, and flat ones, whose set is most of the vocabulary."""
+    warmth = torch.tensor([0.1, 0.5, 2.0, 50.0])[:, None]
+    scores = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3 / warmth
+    found = nucleus(TopPLogitsWarper(top_p, min_tokens_to_keep=least), scores)
+    for row, out in zip(scores, found, strict=True):
+        wanted = truncated(row, top_p=top_p) > 0
+        wanted[row.topk(least).indices] = True
+        assert out.isfinite().equal(wanted)
+        assert out[wanted].equal(row[wanted])
 
 
 def exact_joint(target: TableTarget, setting: str, num_tokens: int) -> Tensor:
