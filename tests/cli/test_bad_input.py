@@ -34,6 +34,8 @@ def test_a_broken_pair(case: str, pair: Path, tmp_path: Path, run: Run) -> None:
         (["--temperature", "1e-40"], ["--temperature", "1e-40", "1e-30"]),
         (["--num-steps", 9], ["num_steps=9", "1, 2, 3, 4"]),
         (["--num-steps", -1], ["num_steps=-1"]),
+        (["--num-draws", 10**30], [f"num_draws={10**30}", "4096"]),
+        (["--num-candidates", 10**30], [f"num_candidates={10**30}", "4096"]),
         (["--device", "cuda"], ["cuda", "no GPU"]),
         (["--device", "cuda:999"], ["cuda:999", "no GPU"]),
         (["--device", "toaster"], ["toaster"]),

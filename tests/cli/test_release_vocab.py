@@ -144,6 +144,7 @@ def test_a_closed_folder(
     ("flags", "words"),
     [
         (["--processes", 0], ["--processes 0"]),
+        (["--processes", 10**30], [f"--processes {10**30}", "1024"]),
         (["--coverage", 0], ["--coverage 0"]),
         (["--coverage", 1.5], ["--coverage 1.5"]),
         (["--out", "vocab.json"], ["vocab.json", ".safetensors"]),
