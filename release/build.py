@@ -103,7 +103,8 @@ def build_release(
     tag, or if ``out`` cannot be written or holds files that no build wrote.
     """
     _require_sound(source, tag, repo_id)
-    code = stamped(read_closure(Path(next(iter(modeling.__path__)))))
+    closure = read_closure(Path(next(iter(modeling.__path__))))
+    code = stamped({**closure, **custom_generate(repo_id, tag)})
     tensors = {
         name: tensor for path in weight_paths(source) for name, tensor in read_tensors(path).items()
     }
@@ -114,7 +115,6 @@ def build_release(
     measurements = read_measurements(source)
     contents = {
         **code,
-        **custom_generate(repo_id, tag),
         **_source_files(source, measurements),
         CONFIG: write_json(written),
         GOLDEN: write_json(_golden_outputs(config, tensors)),

@@ -33,6 +33,8 @@ from support.damage import (
 from support.pair_folders import edit_json, truncate
 from support.releases import check_statically, failures, setting
 
+from flashmap.release.contents import GENERATE
+
 TOKEN = "hf_" + "a1B2" * 9
 MODELING, LAYERS = "modeling_flashmap.py", "layers_flashmap.py"
 
@@ -121,37 +123,43 @@ CODE: dict[str, tuple[Break, str]] = {
     "no auto_map": (config(auto_map=None), "auto-map"),
     "another architecture": (config(architectures=["Drafter"]), "auto-map"),
     "helper edited": (append(LAYERS, "\n# a hot fix\n"), "code-digest"),
+    "custom_generate edited": (append(GENERATE, "\n# a hot fix\n"), "code-digest"),
+    "custom_generate with a file more": (
+        write("custom_generate/more.py", b"x = 1\n"),
+        "code-digest",
+    ),
+    "requirements edited": (append("custom_generate/requirements.txt", "wheel\n"), "record"),
     "digest edited": (config(code_digest="0" * 64), "code-digest"),
     "stamp removed": (
         replace("configuration_flashmap.py", "CODE_DIGEST = ", "CODE_DIGESTED = "),
         "code-digest",
     ),
-    "no custom_generate": (remove("custom_generate/generate.py"), "files"),
+    "no custom_generate": (remove(GENERATE), "files"),
     "custom_generate without generate": (
-        write("custom_generate/generate.py", b"def go(model, **kwargs): ...\n"),
+        write(GENERATE, b"def go(model, **kwargs): ...\n"),
         "custom-generate",
     ),
     "custom_generate that takes no model": (
-        write("custom_generate/generate.py", b"def generate(): ...\n"),
+        write(GENERATE, b"def generate(): ...\n"),
         "custom-generate",
     ),
     "custom_generate with the folder's code": (
         write(
-            "custom_generate/generate.py",
+            GENERATE,
             b"from .loop_flashmap import x\ndef generate(model, **kwargs): ...\n",
         ),
         "custom-generate",
     ),
     "custom_generate of another release": (
         write(
-            "custom_generate/generate.py",
+            GENERATE,
             b'REPO_ID, TAG = "you/it", "v1"\ndef generate(model, **kwargs): ...\n',
         ),
         "custom-generate",
     ),
     "custom_generate with a package": (
         write(
-            "custom_generate/generate.py",
+            GENERATE,
             b"import flashmap\ndef generate(model, **kwargs): ...\n",
         ),
         "custom-generate",
@@ -312,10 +320,6 @@ RECORD: dict[str, tuple[Break, str]] = {
     "ranking lost": (remove("draft_vocab.safetensors"), "record"),
     "a recipe that is no TOML": (write("recipe.toml", b"[run\n"), "record"),
     "recipe lost": (remove("recipe.toml"), "card-links"),
-    "custom_generate added": (
-        write("custom_generate/generate.py", b"def generate(model, **kwargs): ...\n"),
-        "record",
-    ),
     "record of other code": (record(code_digest="0" * 64), "record"),
     "record of other grids": (record(grid_mode="compat"), "record"),
     "record without versions": (record(versions=None), "record"),

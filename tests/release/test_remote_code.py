@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from flashmap.release import fresh
+from flashmap.release.contents import GENERATE
 from flashmap.release.errors import ReleaseError
 from flashmap.release.fresh import run_fresh
 from flashmap.release.remote_code import (
@@ -75,6 +76,11 @@ def test_the_digest_sees_every_byte_but_the_stamp() -> None:
     assert digest.encode() in stamped(files)["configuration_flashmap.py"]
     assert code_digest({**files, "z.py": b"y = 2\n"}) != digest
     assert code_digest({**files, "w.py": b""}) != digest
+    assert code_digest({**files, "w.txt": b"no code"}) == digest
+    told = [code_digest({**files, GENERATE: text}) for text in (
+        b'REPO_ID, TAG = "me/it", "v1"\n', b'REPO_ID, TAG = "", ""\n', b'REPO_ID, TAG = x, ""\n',
+    )]  # fmt: skip
+    assert told[0] == told[1] != told[2]
     for text in (b"A = 1\n", b'CODE_DIGEST = "x"\nCODE_DIGEST = "y"\n'):
         with pytest.raises(ReleaseError):
             stamped({"configuration_flashmap.py": text})
