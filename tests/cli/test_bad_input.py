@@ -67,6 +67,11 @@ def test_an_empty_prompt(prompt: str, pair: Path, run: Run) -> None:
     assert_one_message(run("generate", prompt, *refs(pair)), "prompt is empty")
 
 
+def test_a_prompt_that_is_no_text(pair: Path, run: Run) -> None:
+    prompt = os.fsdecode(b"caf\xe9")
+    assert_one_message(run("generate", prompt, *refs(pair)), "not UTF-8", r"\udce9")
+
+
 def test_prompt_ids_out_of_range(pair: Path, tmp_path: Path, run: Run) -> None:
     target, draft = copy_pair(pair, tmp_path)
     # A tokenizer whose highest id is one that no embedding row has.
