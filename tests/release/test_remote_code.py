@@ -1,5 +1,6 @@
 """The loader's view of the remote code, its digest, and the process that loads it as a stranger."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,15 @@ def test_a_hanging_script_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError):
         list(run_fresh(script, [], timeout=1.0))
     assert fresh.BOOTSTRAP.is_file()
+
+
+def test_last_words_need_no_room_on_a_disk(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise OSError('no room')\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # what the process inherits
+    try:
+        with pytest.raises(ReleaseError, match="status 1: OSError: no room"):
+            list(run_fresh(script, []))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
