@@ -100,7 +100,7 @@ def build_release(
     ``tag`` and ``repo_id`` say where the release is going: they stand in the card, in release.json
     and in custom_generate/generate.py. Weights above ``max_shard_size`` are split. Raises
     ReleaseError if the source is incomplete or holds NaN, if no repository can have the id or the
-    tag, or if ``out`` cannot be written or holds files that no build wrote.
+    tag, or if ``out`` holds files that no build wrote, and as `workplace`.
     """
     _require_sound(source, tag, repo_id)
     closure = read_closure(Path(next(iter(modeling.__path__))))

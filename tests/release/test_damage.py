@@ -244,6 +244,7 @@ WEIGHTS: dict[str, tuple[Break, str]] = {
 }
 CARD: dict[str, tuple[Break, str]] = {
     "unknown licence": (replace("README.md", "license: mit", "license: mine"), "card-metadata"),
+    "no licence of the weights": (replace("README.md", "license: mit\n", ""), "card-metadata"),
     "other licence without a name": (
         replace("README.md", "license: mit", "license: other"),
         "card-metadata",
