@@ -1,8 +1,8 @@
 """Puts a finished folder in its place: whole or not at all, and never at the cost of somebody's
 files.
 
-A build is written in a work folder `.NAME.build` beside its place NAME and moved there when it is
-whole, one build at a time. What a killed one left, the next one takes up.
+A build, or a conversion, is written in a work folder `.NAME.build` beside its place NAME and moved
+there when it is whole, one at a time. What a killed one left, the next one takes up.
 """
 
 import json
