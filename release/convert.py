@@ -20,6 +20,7 @@ from flashmap.schedule import jump_grids
 from flashmap.vocabulary import FILE, write_draft_vocab
 
 from .contents import CARD, write_json
+from .draft_vocab import drafted_tokens
 from .errors import ReleaseError
 from .foreign import KEPT, own_fields, translate
 from .place import publish, workplace
@@ -73,7 +74,8 @@ def convert_checkpoint(source: Path, out: Path, *, target: str | None = None) ->
     fields = _sizes(tensors) | stated
     _require_stated(fields, folder)
     if "jump_grids" not in fields:
-        steps = max(FEWEST_GRIDS, int(fields.get("num_steps", 1)))
+        steps = fields.get("num_steps", FEWEST_GRIDS)
+        steps = FEWEST_GRIDS if steps in range(1, FEWEST_GRIDS) else steps
         fields["jump_grids"] = jump_grids(fields["vocab_size"], steps, "compat")
     config = FlashMapConfig(**fields)
     _require_known(config, tensors)
@@ -165,7 +167,9 @@ def _require_known(config: FlashMapConfig, tensors: dict[str, Tensor]) -> None:
 def _members(tables: dict[str, Tensor], fields: dict[str, Any], folder: Path) -> Tensor | None:
     """Which tokens the drafter can say, bool (V); None for all of them or a ranking of its own."""
     vocab_size = fields["vocab_size"]
-    size = fields.get("draft_vocab_size") or (table_size(tables) if tables else vocab_size)
+    size = drafted_tokens(fields, vocab_size)
+    if tables and not fields.get("draft_vocab_size"):
+        size = table_size(tables)
     if size == vocab_size or (folder / FILE).is_file():
         return None
     if not tables:
