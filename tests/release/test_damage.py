@@ -300,6 +300,16 @@ CARD: dict[str, tuple[Break, str]] = {
         lambda f: edit_json(f / "eval/acceptance.json", walk=[{"temperature": 0}]),
         "eval",
     ),
+    "a measurement of no length": (
+        lambda f: edit_json(f / "eval/acceptance.json", settings={}),
+        "eval",
+    ),
+    "a measurement of one version": (
+        lambda f: edit_json(f / "eval/acceptance.json", versions="5.0"),
+        "eval",
+    ),
+    "a recipe without tables": (write("recipe.toml", b"run = []\n"), "record"),
+    "a recipe of words": (write("recipe.toml", b"[data]\nnum_prompts = 'x'\n"), "record"),
     "prompts elsewhere": (
         lambda f: edit_json(f / "eval/acceptance.json", prompts={"file": "../a.txt", "count": 6}),
         "eval",
