@@ -86,6 +86,8 @@ def _read(folder: Path, name: str) -> Measurement:
         if "walk" in document:
             int(protocol["settings"]["max_new_tokens"])
             settings = [_setting(row) for row in document.get("loop") or document["walk"]]
+            if len({tuple(row.domain for row in setting.rows) for setting in settings}) != 1:
+                raise ValueError("settings have to be of the same domains")
             return Measurement(name, content, document, ACCEPTANCE, settings)
         for row in (*document["rows"], document["overall"]):
             str(row["domain"])

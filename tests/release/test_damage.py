@@ -300,6 +300,7 @@ CARD: dict[str, tuple[Break, str]] = {
         lambda f: edit_json(f / "eval/acceptance.json", walk=[{"temperature": 0}]),
         "eval",
     ),
+    "a measurement of nothing": (lambda f: edit_json(f / "eval/acceptance.json", walk=[]), "eval"),
     "a measurement of no length": (
         lambda f: edit_json(f / "eval/acceptance.json", settings={}),
         "eval",
