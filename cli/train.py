@@ -58,6 +58,8 @@ def run(
 ) -> None:
     """Train the drafter. Goes on from the newest checkpoint; under `accelerate launch -m
     flashmap.cli.main train run RECIPE` several GPUs share the work."""
+    if seconds is not None and not 0.0 <= seconds < math.inf:
+        raise ValueError(f"--seconds {seconds}: give 0 or more, or leave it out to run to the end")
     with results_on_stdout():
         chosen = _recipe(recipe, set_)
         from flashmap.training.start import start_run

@@ -5,6 +5,7 @@ Every field is checked where it enters, because a drafter with a wrong field sti
 correctly, only slowly: a mistake would show up as low acceptance and nothing else.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -23,6 +24,9 @@ if "CODE_DIGEST" in globals() and __name__.startswith("transformers_modules."):
 # transformers caches remote code by folder name and by this file's contents, so a stamp that
 # changes with any shipped file keeps a stale class from loading.
 CODE_DIGEST = "source tree"
+
+# Larger numbers are mistakes, which would else end in an overflow that names no field.
+LARGEST_SIZE, LARGEST_DEPTH, LARGEST_FACTOR = 2**24, 1024, 1e30
 
 NOISE_GATES = ("jump", "constant")
 TIME_SCHEDULES = ("decoding_error",)
@@ -173,29 +177,16 @@ class FlashMapConfig(PretrainedConfig):
         self._require(
             "time_schedule", self.time_schedule in TIME_SCHEDULES, f"one of {TIME_SCHEDULES}"
         )
-        sizes = (
-            "target_hidden_size",
-            "block_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        )
+        sizes = ("target_hidden_size", "block_size", "hidden_size", "num_attention_heads")
         for name in (*sizes, "intermediate_size", "cond_dim", "time_embed_dim", "num_steps"):
-            self._require(
-                name,
-                _is_int(getattr(self, name)) and getattr(self, name) >= 1,
-                "a whole number of at least 1",
-            )
-        self._require(
-            "vocab_size",
-            _is_int(self.vocab_size) and self.vocab_size >= 2,
-            "a whole number of at least 2",
-        )
+            self._require_size(name, 1, LARGEST_SIZE)
+        self._require_size("num_hidden_layers", 1, LARGEST_DEPTH)
+        self._require_size("vocab_size", 2, LARGEST_SIZE)
         for name in ("time_scale", "rope_theta", "rms_norm_eps", "qk_norm_eps", "layer_norm_eps"):
             self._require(
                 name,
-                _is_number(getattr(self, name)) and getattr(self, name) > 0,
-                "a number above 0",
+                _is_number(getattr(self, name)) and 0 < getattr(self, name) <= LARGEST_FACTOR,
+                f"a number above 0, at most {LARGEST_FACTOR:g}",
             )
         heads = self.num_attention_heads
         self._require(
@@ -223,7 +214,7 @@ class FlashMapConfig(PretrainedConfig):
         valid = (
             isinstance(taps, list)
             and len(taps) > 0
-            and all(_is_int(tap) and tap >= 0 for tap in taps)
+            and all(_is_int(tap) and 0 <= tap <= LARGEST_SIZE for tap in taps)
         )
         self._require("target_layer_ids", valid and _is_increasing(taps), rule)
 
@@ -235,7 +226,7 @@ class FlashMapConfig(PretrainedConfig):
             "a mapping of step counts to times",
         )
         for key, grid in grids.items():
-            counts = isinstance(key, str) and key.isdecimal() and str(int(key)) == key != "0"
+            counts = isinstance(key, str) and re.fullmatch("[1-9][0-9]{0,7}", key)
             rule = "keyed by step counts written as strings, such as '2'"
             self._require("jump_grids", counts, rule)
             name, size = f"jump_grids[{key!r}]", int(key) + 1
@@ -245,6 +236,11 @@ class FlashMapConfig(PretrainedConfig):
             self._require(name, spans, "strictly increasing from 0.0 to 1.0", grid)
         rule = f"one of the step counts in jump_grids ({', '.join(sorted(grids, key=int))})"
         self._require("num_steps", str(self.num_steps) in grids, rule)
+
+    def _require_size(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        holds = _is_int(value) and least <= value <= most
+        self._require(name, holds, f"a whole number of at least {least}, at most {most}")
 
     def _require(self, name: str, holds: object, rule: str, *values: object) -> None:
         if not holds:

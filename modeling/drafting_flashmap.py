@@ -13,6 +13,7 @@ from .pace_flashmap import Costs, default_costs
 from .target_flashmap import tree_obstacle, warn_once
 
 MOST_NODES = 64  # drafts of a tree
+MANY_DRAWS = 4096  # more are mistakes, for which memory would fail
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ def _check_numbers(num_draws: Any, num_candidates: Any, temperature: float) -> N
     numbers = {"num_draws": num_draws, "num_candidates": num_candidates}
     for name, value in numbers.items():
         number = isinstance(value, Integral) and not isinstance(value, bool)
-        if not (number and value >= 1) and value != "auto":
-            raise ValueError(f'{name}={value!r} is not valid: ask for at least 1, or "auto".')
+        if not (number and 1 <= value <= MANY_DRAWS) and value != "auto":
+            raise ValueError(
+                f"{name}={value!r} is not valid: ask for at least 1, at most {MANY_DRAWS}, or"
+                ' "auto".'
+            )
     if num_candidates in (1, "auto"):
         return
     if num_draws != 1:

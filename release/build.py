@@ -100,10 +100,11 @@ def build_release(
     ``tag`` and ``repo_id`` say where the release is going: they stand in the card, in release.json
     and in custom_generate/generate.py. Weights above ``max_shard_size`` are split. Raises
     ReleaseError if the source is incomplete or holds NaN, if no repository can have the id or the
-    tag, or if ``out`` cannot be written or holds files that no build wrote.
+    tag, or if ``out`` holds files that no build wrote, and as `workplace`.
     """
     _require_sound(source, tag, repo_id)
-    code = stamped(read_closure(Path(next(iter(modeling.__path__)))))
+    closure = read_closure(Path(next(iter(modeling.__path__))))
+    code = stamped({**closure, **custom_generate(repo_id, tag)})
     tensors = {
         name: tensor for path in weight_paths(source) for name, tensor in read_tensors(path).items()
     }
@@ -114,7 +115,6 @@ def build_release(
     measurements = read_measurements(source)
     contents = {
         **code,
-        **custom_generate(repo_id, tag),
         **_source_files(source, measurements),
         CONFIG: write_json(written),
         GOLDEN: write_json(_golden_outputs(config, tensors)),

@@ -17,7 +17,7 @@ from flashmap.files import write_whole
 from flashmap.references import HUB_ID
 from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
-from .card_sections import SECTIONS
+from .card_sections import SECTIONS, told_recipe
 from .contents import (
     CARD,
     GENERATE,
@@ -102,12 +102,14 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     if not (folder / RECIPE).exists():
         return {}
     try:
-        return tomllib.loads(read_file(folder, RECIPE).decode())
-    except ValueError as error:
+        recipe = tomllib.loads(read_file(folder, RECIPE).decode())
+        told_recipe(recipe)
+        return recipe
+    except (ValueError, TypeError, AttributeError) as error:
         raise ReleaseError(
             "eval",
             f"{RECIPE} unreadable ({error})",
-            "a recipe in TOML",
+            "a recipe that `flashmap train` reads",
             "restore it, or remove it",
             [RECIPE],
         ) from error

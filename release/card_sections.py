@@ -4,9 +4,9 @@ stands there stays.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
@@ -151,10 +151,20 @@ def _engine(facts: "Facts", title: str, name: str, command: str) -> str:
 
 def training(facts: "Facts", licence: str) -> str | None:
     """The recipe's main settings."""
-    recipe = facts.recipe
-    if not recipe:
+    if not facts.recipe:
         return None
+    return (
+        f"## Recipe\n\n[`{RECIPE}`]({RECIPE}) decides data, losses and run; `flashmap train data`,"
+        f" `train run` and `train eval`\nfollow it:\n\n{told_recipe(facts.recipe)}"
+    )
+
+
+def told_recipe(recipe: Mapping[str, Any]) -> str:
+    """A recipe's main settings as a list. Raises ValueError, TypeError or AttributeError where they
+    are not of the types that training reads."""
     data, loss, run = (recipe.get(table, {}) for table in ("data", "loss", "run"))
+    if not all(isinstance(table, Mapping) for table in (data, loss, run)):
+        raise TypeError("data, loss and run have to be tables")
     asked = {
         "requests from templates": data.get("num_prompts"),
         "requests that the target made up": data.get("num_own_prompts"),
@@ -187,11 +197,7 @@ def training(facts: "Facts", licence: str) -> str | None:
             rate="rate {:g}",
         ),
     }
-    listed = "\n".join(f"- **{name}**: {text}" for name, text in rows.items() if text)
-    return (
-        f"## Recipe\n\n[`{RECIPE}`]({RECIPE}) decides data, losses and run; `flashmap train data`,"
-        f" `train run` and `train eval`\nfollow it:\n\n{listed}"
-    )
+    return "\n".join(f"- **{name}**: {text}" for name, text in rows.items() if text)
 
 
 def _named(table: "dict[str, object]", **formats: str) -> str:

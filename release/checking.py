@@ -20,7 +20,16 @@ from flashmap.checkpoint import CONFIG
 from flashmap.vocabulary import FILE as DRAFT_VOCAB
 
 from .card import read_card
-from .contents import CARD, folder_files, read_config, read_file, read_json, read_record
+from .contents import (
+    CARD,
+    CUSTOM_GENERATE,
+    GENERATE,
+    folder_files,
+    read_config,
+    read_file,
+    read_json,
+    read_record,
+)
 from .errors import ReleaseError
 from .loads import load_reports
 from .remote_code import read_closure
@@ -97,6 +106,12 @@ class ReleaseFolder:
     def code(self) -> dict[str, bytes]:
         """The remote code's files by name."""
         return read_closure(self.path)
+
+    @cached_property
+    def custom_generate(self) -> dict[str, bytes]:
+        """What `generate(custom_generate=...)` takes, by path."""
+        own = {name for name in self.files if name.startswith(f"{CUSTOM_GENERATE}/")}
+        return {name: read_file(self.path, name) for name in sorted({GENERATE, *own})}
 
     @cached_property
     def headers(self) -> dict[str, Header]:

@@ -5,30 +5,28 @@ safetensors or torch's own files. Nothing in them is executed. What is known is 
 missing is taken from the tensors' shapes where those decide it, and what has no place is named.
 """
 
-import json
 import shutil
-import tempfile
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from flashmap.checkpoint import CONFIG, WEIGHTS, read_json
+from flashmap.checkpoint import CONFIG, read_json
 from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.schedule import jump_grids
 from flashmap.vocabulary import FILE, write_draft_vocab
 
-from .contents import CARD
+from .contents import CARD, write_json
+from .draft_vocab import drafted_tokens
 from .errors import ReleaseError
 from .foreign import KEPT, own_fields, translate
+from .place import publish, workplace
 from .state_dict import read_state_dict
 from .tables import TABLES, TARGETS, bad_tables, chosen_tokens, table_size
-from .weights import require_finite, require_tensors
+from .weights import SHARD_SIZE, require_finite, require_tensors, write_weights
 
 ANCHOR = "fc.weight"  # by which the drafter is found among other modules
 STATED = ("target_model", "vocab_size", "block_size", "target_layer_ids")
@@ -61,7 +59,7 @@ def convert_checkpoint(source: Path, out: Path, *, target: str | None = None) ->
     folder `out`; `target` names the target where the source does not.
 
     Raises ReleaseError for a checkpoint that is not whole, is of another model or holds what has no
-    place in the drafter, and if `out` is not empty.
+    place in the drafter, and if `out` is not empty; else as `workplace`.
     """
     folder = source.parent if source.is_file() else source
     out = out.resolve()
@@ -76,7 +74,8 @@ def convert_checkpoint(source: Path, out: Path, *, target: str | None = None) ->
     fields = _sizes(tensors) | stated
     _require_stated(fields, folder)
     if "jump_grids" not in fields:
-        steps = max(FEWEST_GRIDS, int(fields.get("num_steps", 1)))
+        steps = fields.get("num_steps", FEWEST_GRIDS)
+        steps = FEWEST_GRIDS if steps in range(1, FEWEST_GRIDS) else steps
         fields["jump_grids"] = jump_grids(fields["vocab_size"], steps, "compat")
     config = FlashMapConfig(**fields)
     _require_known(config, tensors)
@@ -168,7 +167,9 @@ def _require_known(config: FlashMapConfig, tensors: dict[str, Tensor]) -> None:
 def _members(tables: dict[str, Tensor], fields: dict[str, Any], folder: Path) -> Tensor | None:
     """Which tokens the drafter can say, bool (V); None for all of them or a ranking of its own."""
     vocab_size = fields["vocab_size"]
-    size = fields.get("draft_vocab_size") or (table_size(tables) if tables else vocab_size)
+    size = drafted_tokens(fields, vocab_size)
+    if tables and not fields.get("draft_vocab_size"):
+        size = table_size(tables)
     if size == vocab_size or (folder / FILE).is_file():
         return None
     if not tables:
@@ -196,37 +197,23 @@ def _write(
     source: Path,
 ) -> list[str]:
     """Write the folder, whole or not at all; returns the names of its files."""
-    scratch = None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
-        (scratch / CONFIG).write_text(text + "\n", encoding="utf-8")
-        save_file(_plain(tensors), scratch / WEIGHTS, metadata={"format": "pt"})
+    with workplace(out) as scratch:
+        (scratch / CONFIG).write_bytes(write_json(config))
+        write_weights(_of_one_dtype(tensors), scratch, SHARD_SIZE)
         if (source / FILE).is_file():
             shutil.copyfile(source / FILE, scratch / FILE)
         elif members is not None:
             about = {"target_model": config["target_model"], "counts": "1: drafted, 0: not"}
             write_draft_vocab(scratch / FILE, members.long(), about)
         _write_card(source, scratch / CARD, out.name, config["target_model"])
-        for path in scratch.iterdir():
-            path.chmod(0o644)  # some writers make them private
-        scratch.chmod(0o755)
-        scratch.rename(out)  # also onto an empty folder
-        return sorted(path.name for path in out.iterdir())
-    except (OSError, SafetensorError) as error:
-        raise ReleaseError(
-            "out", f"{out} not writable ({error})", "room for the folder", "nothing was written"
-        ) from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        publish(scratch, out)
+    return sorted(path.name for path in out.iterdir())
 
 
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of one dtype that hold every value exactly, each with storage of its own."""
+def _of_one_dtype(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the one dtype that holds every value exactly."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-    return {name: tensor.to(dtype).clone().contiguous() for name, tensor in sorted(tensors.items())}
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _write_card(source: Path, card: Path, name: str, target: str) -> None:

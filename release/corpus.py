@@ -5,13 +5,14 @@ and nothing but places travels between processes. Where a piece begins depends o
 any number of processes, in any order, stopped and continued, see the same texts.
 """
 
-import json
 import os
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from flashmap.json_lines import parse_line
 
 TEXT, LINES, PARQUET = ".txt", ".jsonl", ".parquet"
 KINDS = (TEXT, LINES, PARQUET)
@@ -158,8 +159,8 @@ def _line(path: Path, offset: int) -> int:
 
 def _record(line: str, path: Path, start: int) -> Record:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_line(line)
+    except ValueError as error:
         raise ValueError(f"corpus {path}:{_line(path, start)} is not JSON ({error})") from error
     field = next((name for name in FIELDS if isinstance(row, dict) and name in row), None)
     if field is None or not _is_record(row[field], field):
@@ -239,6 +240,8 @@ def _rows(piece: Piece) -> Iterator[Record]:
                     yield _row_record(value, field, piece)
                 if row >= piece.stop:
                     return
+        except UnicodeDecodeError as error:
+            raise ValueError(f"corpus {piece.path}: column {field} is not UTF-8 text") from error
         except (ArrowException, OSError) as error:
             raise ValueError(f"corpus {piece.path} is not a whole parquet file: {error}") from error
 

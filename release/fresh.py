@@ -19,6 +19,7 @@ from flashmap.openmp import bound_spinning
 from .errors import ReleaseError
 
 BOOTSTRAP = Path(__file__).resolve().with_name("bootstrap.py")
+LAST_WORDS = 5.0  # seconds: a process that it started may keep stderr open
 
 
 def run_fresh(
@@ -31,20 +32,25 @@ def run_fresh(
     its stderr.
     """
     interpreter = str(python or sys.executable)
-    with tempfile.TemporaryDirectory(prefix="flashmap-fresh-") as folder:
-        errors = Path(folder) / "stderr.txt"
-        with errors.open("wb") as stderr:
-            process = subprocess.Popen(
-                # -P: the script's own folder must not be searched, or its neighbours would hide
-                # packages of their names.
-                [interpreter, "-P", "-B", str(BOOTSTRAP), str(script.resolve()), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                cwd=folder,
-                env=_environment(Path(folder)),
-                encoding="utf-8",
-            )
+    # -P: the script's own folder must not be searched, or its neighbours would hide packages of
+    # their names.
+    command = [interpreter, "-P", "-B", str(BOOTSTRAP), str(script.resolve()), *arguments]
+    with (
+        tempfile.TemporaryDirectory(prefix="flashmap-fresh-") as folder,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=_environment(Path(folder)),
+            encoding="utf-8",
+            errors="replace",
+        ) as process,
+    ):
+        said: list[str] = []  # not in a file: a full disk may be what it says
+        listener = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+        listener.start()
         timer = threading.Timer(timeout, process.kill)
         timer.start()
         try:
@@ -52,13 +58,12 @@ def run_fresh(
                 if line.startswith("{"):  # anything else is chatter of a library
                     yield json.loads(line)
             if process.wait() != 0:
-                raise _failure(
-                    script, process.returncode, errors.read_text(encoding="utf-8", errors="replace")
-                )
+                listener.join(LAST_WORDS)
+                raise _failure(script, process.returncode, said)
         finally:
             timer.cancel()
             process.kill()
-            process.wait()
+            listener.join(LAST_WORDS)
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -73,8 +78,8 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _failure(script: Path, status: int, stderr: str) -> ReleaseError:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+def _failure(script: Path, status: int, said: list[str]) -> ReleaseError:
+    lines = [line.strip() for line in said if line.strip()]
     return ReleaseError(
         "fresh-process",
         f"{script.name} ended with status {status}: {lines[-1] if lines else 'no message'}",

@@ -54,7 +54,9 @@ def metadata_problems(data: Mapping[str, Any], target: str) -> Iterator[str]:
 
 def _licence(data: Mapping[str, Any]) -> Iterator[str]:
     licence = data.get("license")
-    if not isinstance(licence, str) or licence not in LICENCES:
+    if licence is None:
+        yield "no license: that of the weights"
+    elif not isinstance(licence, str) or licence not in LICENCES:
         yield f"license {licence!r} is none that the Hub knows"
     elif licence == "other" and not {"license_name", "license_link"} <= data.keys():
         yield "license other without license_name and license_link"

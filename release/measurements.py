@@ -79,13 +79,20 @@ def _read(folder: Path, name: str) -> Measurement:
     document = read_json(folder, name, "eval")
     content = (folder / name).read_bytes()
     try:
-        str(document.get("protocol", document)["prompts"]["file"])
+        protocol = document.get("protocol", document)
+        str(protocol["prompts"]["file"])
+        int(protocol["prompts"]["count"])
+        dict(protocol.get("versions", {}))
         if "walk" in document:
+            int(protocol["settings"]["max_new_tokens"])
             settings = [_setting(row) for row in document.get("loop") or document["walk"]]
+            if len({tuple(row.domain for row in setting.rows) for setting in settings}) != 1:
+                raise ValueError("settings have to be of the same domains")
             return Measurement(name, content, document, ACCEPTANCE, settings)
         for row in (*document["rows"], document["overall"]):
             str(row["domain"])
             _numbers(row, "prompts", "speedup", "tokens_per_second", "plain_tokens_per_second")
+        float(protocol.get("temperature", 0))
         return Measurement(name, content, document, SPEED, [])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReleaseError(

@@ -21,7 +21,7 @@ def require_repo_id(repo_id: str) -> None:
         raise ReleaseError(
             "repo-id",
             repr(repo_id),
-            "owner/name, of letters, digits, '-', '_' and '.'",
+            "owner/name, of letters, digits, '-', '_' and '.', 96 characters at most",
             "name the account or organisation and the repository, as in me/my-drafter",
         )
 

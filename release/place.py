@@ -1,9 +1,8 @@
 """Puts a finished folder in its place: whole or not at all, and never at the cost of somebody's
 files.
 
-A build is written in a work folder `.NAME.build` beside its place NAME and moved there when it is
-whole. A lock in the work folder keeps a second build out; one that was killed leaves it unlocked,
-and the next build takes up what it left.
+A build, or a conversion, is written in a work folder `.NAME.build` beside its place NAME and moved
+there when it is whole, one at a time. What a killed one left, the next one takes up.
 """
 
 import json
@@ -14,31 +13,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from flashmap.files import only_writer
+
 from .contents import RECORD, folder_files, read_record
 from .errors import ReleaseError
 
 # Inside the work folder: the new release, the one it replaces, and what is being moved into a
 # folder that has to stay.
-NEW, OLD, FILLING, LOCK = "new", "old", "filling.json", "lock"
+NEW, OLD, FILLING = "new", "old", "filling.json"
 
 
 @contextmanager
 def workplace(out: Path) -> Iterator[Path]:
     """An empty folder to build in, for `publish`; gone afterwards, whatever happens.
 
-    Raises ReleaseError if ``out`` holds what no build wrote, another build is writing it, or the
-    disk does not let us.
+    Raises ReleaseError if ``out`` holds what no build wrote or the disk does not let us, ValueError
+    if another build is writing it or nothing can be written beside it.
     """
     if not out.name:
         raise ReleaseError("out", f"--out {out}", "a folder below it", "name another --out")
     work = _work_folder(out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(work, out):
+        with only_writer(out):
             _take_up(work, out)
             try:
                 _require_earlier_build(out)
-                (work / NEW).mkdir()
+                (work / NEW).mkdir(parents=True)
                 yield work / NEW
             finally:
                 if out.exists() or not (work / OLD).exists():
@@ -75,23 +75,6 @@ def publish(scratch: Path, out: Path) -> bool:
 
 def _work_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.build")
-
-
-@contextmanager
-def _locked(work: Path, out: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    work.mkdir(exist_ok=True)
-    try:
-        with FileLock(work / LOCK, timeout=0):
-            yield
-    except Timeout as error:
-        raise ReleaseError(
-            "out",
-            f"another process is building {out} right now",
-            "one build at a time",
-            "wait for it to end",
-        ) from error
 
 
 def _take_up(work: Path, out: Path) -> None:

@@ -23,6 +23,10 @@ AUTO_MAP = {
     "AutoModel": "modeling_flashmap.FlashMapDraftModel",
 }
 STAMP = re.compile(rb'^CODE_DIGEST = "[^"\r\n]*"(?=\r?$)', re.MULTILINE)
+# The lines that a build writes: this one, and in custom_generate/ repository and tag.
+STAMPS = re.compile(
+    STAMP.pattern + rb'|^REPO_ID, TAG = "[^"\r\n]*", "[^"\r\n]*"(?=\r?$)', re.MULTILINE
+)
 REPO_LINE = re.compile(r'^REPO_ID, TAG = "", ""$', re.MULTILINE)
 # What the loader takes for a relative import, wherever it stands in the text.
 RELATIVE = re.compile(r"^\s*(?:from\s+\.(\S*)\s+import|import\s+\.(\S*)\s*$)", re.MULTILINE)
@@ -101,11 +105,11 @@ def _text(content: bytes, name: str) -> str:
 
 
 def code_digest(files: Mapping[str, bytes]) -> str:
-    """sha256 over names and contents of ``files``, sorted by name, with the stamp's own line left
-    out."""
+    """sha256 over names and contents of the Python files among ``files``, sorted by name, with the
+    lines that a build writes left out."""
     digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(name.encode() + b"\0" + STAMP.sub(b"", files[name]) + b"\0")
+    for name in sorted(name for name in files if name.endswith(".py")):
+        digest.update(name.encode() + b"\0" + STAMPS.sub(b"", files[name]) + b"\0")
     return digest.hexdigest()
 
 

@@ -28,6 +28,7 @@ from .tally import Tally
 from .target import Target, read_target
 
 WANTED = 0.995  # share of tokens that a recommended size covers
+MOST_PROCESSES = 1024
 
 # Told the stage, what is done and what there is to do.
 Progress = Callable[[str, int, int], None]
@@ -139,8 +140,8 @@ def _rank(
 def _require_sound(out: Path, num_processes: int | None, wanted: float) -> None:
     from safetensors import SafetensorError, safe_open
 
-    if num_processes is not None and num_processes < 1:
-        raise ValueError(f"--processes {num_processes}: at least 1 has to count")
+    if num_processes is not None and not 1 <= num_processes <= MOST_PROCESSES:
+        raise ValueError(f"--processes {num_processes}: 1 to {MOST_PROCESSES} can count")
     if not 0.0 < wanted <= 1.0:
         raise ValueError(f"--coverage {wanted}: give a share above 0, up to 1")
     if out.suffix != ".safetensors":

@@ -4,6 +4,7 @@ Engines read every safetensors file of a folder, and a tensor that is missing is
 numbers, so files, names, shapes and dtype are all exact or refused.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,8 +134,8 @@ def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, max_shard_size:
     # stored in another order.
     clones = {name: tensor.clone().contiguous() for name, tensor in sorted(tensors.items())}
     try:
-        if str(max_shard_size).startswith("-"):
-            raise ValueError("It is negative.")
+        if not re.match("0*[1-9]", str(max_shard_size)):
+            raise ValueError("It does not begin with a number above 0.")
         split = split_torch_state_dict_into_shards(clones, max_shard_size=max_shard_size)
     except ValueError as error:
         raise ReleaseError(

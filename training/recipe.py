@@ -5,7 +5,6 @@ misspelt setting is never quietly ignored.
 """
 
 import dataclasses
-import math
 import re
 import tomllib
 import typing
@@ -17,31 +16,32 @@ from typing import Any, TypeVar
 OBJECTIVES = ("product", "mixture", "flow", "distillation")
 OPTIMIZERS = ("adamw", "muon")
 SLOT_WEIGHTS = ("uniform", "exponential", "d-pace", "acceptance")
-SIZE = re.compile(r"[0-9]+[KMGT]B")
+SIZE = re.compile(r"[1-9][0-9]{0,5}[KMGT]B")
 Table = TypeVar("Table")
 HUGE, TINY = 1e30, 1e-12  # what float32 can hold, with room to compute
+MANY = 10**9  # counts above it are mistakes
 # Least and largest value of every number, or of every number in a list.
 RANGES: dict[tuple[str, str], tuple[float, float]] = {
-    ("data", "num_prompts"): (0, HUGE),
-    ("data", "num_own_prompts"): (0, HUGE),
-    ("data", "num_passages"): (0, HUGE),
+    ("data", "num_prompts"): (0, MANY),
+    ("data", "num_own_prompts"): (0, MANY),
+    ("data", "num_passages"): (0, MANY),
     ("data", "held_out_share"): (0, 1),
-    ("data", "max_prompt_tokens"): (1, HUGE),
-    ("data", "max_new_tokens"): (1, HUGE),
-    ("data", "batch_size"): (1, HUGE),
+    ("data", "max_prompt_tokens"): (1, MANY),
+    ("data", "max_new_tokens"): (1, MANY),
+    ("data", "batch_size"): (1, MANY),
     ("loss", "cross_entropy"): (0, HUGE),
     ("loss", "total_variation"): (0, HUGE),
     ("loss", "decay"): (TINY, HUGE),
     ("loss", "confidence"): (0, 1),
-    ("loss", "num_draws"): (1, HUGE),
+    ("loss", "num_draws"): (1, MANY),
     ("loss", "diagonal_share"): (0, 1),
     ("loss", "boundary_share"): (0, 1),
     ("loss", "uniform_times"): (0, 1),
-    ("run", "steps"): (1, HUGE),
-    ("run", "batch_size"): (1, HUGE),
-    ("run", "num_shards"): (1, HUGE),
-    ("run", "blocks"): (1, HUGE),
-    ("run", "max_length"): (2, HUGE),
+    ("run", "steps"): (1, MANY),
+    ("run", "batch_size"): (1, MANY),
+    ("run", "num_shards"): (1, MANY),
+    ("run", "blocks"): (1, MANY),
+    ("run", "max_length"): (2, MANY),
     ("run", "rate"): (TINY, HUGE),
     ("run", "warm_up"): (0, 1),
     ("run", "final_rate"): (0, 1),
@@ -49,16 +49,15 @@ RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("run", "beta2"): (0, 1 - TINY),
     ("run", "clip"): (TINY, HUGE),
     ("run", "average"): (0, 1),
-    ("run", "chunk"): (0, HUGE),
-    ("run", "log_every"): (1, HUGE),
-    ("run", "evaluate_every"): (1, HUGE),
+    ("run", "chunk"): (0, MANY),
+    ("run", "log_every"): (1, MANY),
+    ("run", "evaluate_every"): (1, MANY),
     ("run", "save_every"): (0, HUGE),
-    ("run", "collapse_after"): (0, HUGE),
-    ("evaluation", "max_new_tokens"): (1, HUGE),
-    ("evaluation", "temperatures"): (0, HUGE),
-    ("evaluation", "num_steps"): (1, HUGE),
-    ("evaluation", "num_draws"): (1, HUGE),
-    ("evaluation", "samples"): (1, HUGE),
+    ("run", "collapse_after"): (0, MANY),
+    ("evaluation", "max_new_tokens"): (1, MANY),
+    ("evaluation", "num_steps"): (1, MANY),
+    ("evaluation", "num_draws"): (1, MANY),
+    ("evaluation", "samples"): (1, MANY),
 }
 
 
@@ -236,13 +235,16 @@ class Recipe:
         for (table, name), (least, most) in RANGES.items():
             value = getattr(getattr(self, table), name)
             for one in value if isinstance(value, tuple) else [value]:
-                rule = f"at most {most:g}" if one > HUGE else _rule(least, most)
+                rule = f"at most {most:g}" if one > most >= MANY else _rule(least, most)
                 _require(f"{table}.{name}", value, least <= one <= most, rule)
         _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a number of 64 bits")
         _require("run.shard_size", run.shard_size, SIZE.fullmatch(run.shard_size), 'as in "16MB"')
         for name in ("num_steps", "num_draws", "temperatures"):
             listed = getattr(evaluation, name)
             _require(f"evaluation.{name}", listed, len(listed) > 0, "at least one value")
+        warm = all(map(_decodable, evaluation.temperatures))
+        rule = f"0, or temperatures from {TINY:g} to {HUGE:g}"
+        _require("evaluation.temperatures", evaluation.temperatures, warm, rule)
         total = loss.diagonal_share + loss.boundary_share
         _require("loss.diagonal_share + loss.boundary_share", total, total <= 1.0, "at most 1")
         weights = (loss.cross_entropy, loss.total_variation)
@@ -344,7 +346,7 @@ def _check_temperatures(shares: Mapping[str, float]) -> None:
         numbers = [(float(temperature), share + 0.0) for temperature, share in shares.items()]
     except (TypeError, ValueError):
         numbers = []
-    valid = all(one >= 0.0 and math.isfinite(one) for pair in numbers for one in pair)
+    valid = all(_decodable(one) and 0.0 <= share <= HUGE for one, share in numbers)
     _require(
         "data.temperatures",
         dict(shares),
@@ -353,8 +355,12 @@ def _check_temperatures(shares: Mapping[str, float]) -> None:
     )
 
 
+def _decodable(temperature: float) -> bool:
+    return temperature == 0.0 or TINY <= temperature <= HUGE
+
+
 def _rule(least: float, most: float) -> str:
-    if most < HUGE:
+    if most < MANY:
         return f"between {least:g} and {most:g}"
     return {TINY: "above 0", 0: "0 or more"}.get(least, f"at least {least:g}")
 

@@ -1,9 +1,10 @@
 """Documents of a user's own text: conversations or plain text, instead of generated answers."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flashmap.json_lines import parse_line
 
 from .documents import MIN_ANSWER, Document
 from .prompts import is_held_out
@@ -46,8 +47,8 @@ def _decoded(lines: Iterable[str], path: Path) -> Iterator[str]:
 
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_line(line)
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON ({error})") from error
     if not isinstance(row, dict) or not ({"messages", "text"} & row.keys()):
         raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": "..."}}')

@@ -69,7 +69,7 @@ def metadata(release: ReleaseFolder) -> str:
             "card-metadata",
             "; ".join(problems[:4]),
             "metadata that a Hub takes and shows rightly",
-            f"mend it by hand, or {REWRITE}",
+            f"mend it by hand, then {REWRITE}",
             [CARD],
         )
     return f"{len(data)} keys, licence {data['license']}"

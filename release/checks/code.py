@@ -11,7 +11,7 @@ from typing import Any
 from flashmap.checkpoint import CONFIG
 
 from ..checking import ReleaseFolder, check
-from ..contents import CUSTOM_GENERATE, GENERATE, read_file
+from ..contents import CUSTOM_GENERATE, GENERATE
 from ..errors import ReleaseError
 from ..remote_code import AUTO_MAP, CONFIGURATION, MODELING, code_digest, read_stamp
 
@@ -154,13 +154,11 @@ def auto_map(release: ReleaseFolder) -> str:
 
 @check("custom-generate")
 def custom_generate(release: ReleaseFolder) -> str:
-    """The code that `generate(custom_generate=...)` runs, if the release brings it."""
-    own = [name for name in release.files if name.startswith(f"{CUSTOM_GENERATE}/")]
-    if not own:
-        return "none in this release"
+    """The code that `generate(custom_generate=...)` runs."""
+    own = release.custom_generate
     problems: dict[str, list[str]] = {name: [] for name in own}
     for name in (name for name in own if name.endswith(".py")):
-        tree = _tree(read_file(release.path, name))
+        tree = _tree(own[name])
         problems[name] += _imports(tree)
         if isinstance(tree, ast.Module):
             problems[name] += _siblings(tree, own)
@@ -205,7 +203,8 @@ def _stamp(tree: ast.Module, recorded: list[str | None]) -> Iterator[str]:
 @check("code-digest", needs=["code"])
 def digest(release: ReleaseFolder) -> str:
     """The digest of all code, stamped where a change makes transformers load the new code."""
-    found, stamp = code_digest(release.code), read_stamp(release.code[CONFIGURATION])
+    code = {**release.code, **release.custom_generate}
+    found, stamp = code_digest(code), read_stamp(code[CONFIGURATION])
     stated = {
         f"the stamp in {CONFIGURATION}": (stamp, CONFIGURATION),
         f"code_digest in {CONFIG}": (release.raw_config.get("code_digest"), CONFIG),
@@ -214,7 +213,7 @@ def digest(release: ReleaseFolder) -> str:
     if not wrong:
         return found[:16]
     recorded = release.record["files"]
-    changed = [n for n in release.code if recorded.get(n) != release.files[n]]
+    changed = [name for name in code if recorded.get(name) != release.files[name]]
     blamed = [name for where, (_, name) in stated.items() if where in wrong]
     raise ReleaseError(
         "code-digest",

@@ -118,7 +118,8 @@ def target(release: ReleaseFolder) -> str:
     if not isinstance(vocabulary, str) or not SHA256.fullmatch(vocabulary):
         problems.append(f"target_vocab_hash is {vocabulary!r}")
     _fail("target", problems, "the target's id, its revision, and the sha256 of its vocabulary",
-          "state them in the source's config.json, and build again")  # fmt: skip
+          "state them in the source's config.json, and build again (the sha256 is in the file that "
+          "`flashmap release vocab` writes)")  # fmt: skip
     for key in ("target_model", "target_revision", "target_vocab_hash"):
         if release.record.get(key) != raw.get(key):
             text = f"{key} is {raw.get(key)!r}, and in the record {release.record.get(key)!r}"

@@ -53,7 +53,10 @@ def only_writer(path: Path) -> Iterator[None]:
             f"another process is making {path} right now: wait for it to end, or name another"
         ) from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror or error}; name a place that you may write"
+            " to"
+        ) from error
     try:
         yield
     finally:

@@ -1,10 +1,11 @@
 """Prompts: a file of them, and how one becomes token ids."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .json_lines import parse_line, require_text
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +49,12 @@ def _line_prompt(line: str, where: str) -> Prompt:
 
 def _json_prompt(line: str, where: str) -> Prompt:
     try:
-        row = json.loads(line)
+        row = parse_line(line)
         prompt, domain = row["prompt"], row.get("domain", ALL)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f'{where}: expected a JSON object such as {{"prompt": "...", "domain": "..."}}'
+            f" ({error})"
         ) from error
     if not isinstance(prompt, str) or not prompt.strip() or not isinstance(domain, str):
         raise ValueError(
@@ -70,6 +72,10 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, raw: bool) -> "
     """
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
+    try:
+        require_text(prompt)
+    except ValueError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {error}") from error
     if raw:
         ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
         return ids

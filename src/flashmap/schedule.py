@@ -108,11 +108,11 @@ def jump_grids(vocab_size: int, num_steps: int, mode: str = "exact") -> dict[str
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not known; use {' or '.join(MODES)}")
-    if not 1 <= num_steps <= MOST_STEPS:
-        raise ValueError(f"{num_steps} steps: grids are made for 1 to {MOST_STEPS} jumps a draft")
-    if not 2 <= vocab_size <= MOST_TOKENS:
+    if type(num_steps) is not int or not 1 <= num_steps <= MOST_STEPS:
+        raise ValueError(f"{num_steps!r} steps: grids are made for 1 to {MOST_STEPS} jumps a draft")
+    if type(vocab_size) is not int or not 2 <= vocab_size <= MOST_TOKENS:
         raise ValueError(
-            f"a vocabulary of {vocab_size} tokens: grids are made for 2 to {MOST_TOKENS:,}; give"
+            f"a vocabulary of {vocab_size!r} tokens: grids are made for 2 to {MOST_TOKENS:,}; give"
             " the number of rows of the target's embedding (vocab_size in its config.json)"
         )
     grids = {n: [i / n for i in range(n + 1)] for n in range(1, num_steps + 1)}

@@ -34,6 +34,8 @@ def test_a_broken_pair(case: str, pair: Path, tmp_path: Path, run: Run) -> None:
         (["--temperature", "1e-40"], ["--temperature", "1e-40", "1e-30"]),
         (["--num-steps", 9], ["num_steps=9", "1, 2, 3, 4"]),
         (["--num-steps", -1], ["num_steps=-1"]),
+        (["--num-draws", 10**30], [f"num_draws={10**30}", "4096"]),
+        (["--num-candidates", 10**30], [f"num_candidates={10**30}", "4096"]),
         (["--device", "cuda"], ["cuda", "no GPU"]),
         (["--device", "cuda:999"], ["cuda:999", "no GPU"]),
         (["--device", "toaster"], ["toaster"]),
@@ -63,6 +65,11 @@ def test_the_coldest_temperature_is_the_one_of_decoding() -> None:
 @pytest.mark.parametrize("prompt", ["", "   ", "\n"])
 def test_an_empty_prompt(prompt: str, pair: Path, run: Run) -> None:
     assert_one_message(run("generate", prompt, *refs(pair)), "prompt is empty")
+
+
+def test_a_prompt_that_is_no_text(pair: Path, run: Run) -> None:
+    prompt = os.fsdecode(b"caf\xe9")
+    assert_one_message(run("generate", prompt, *refs(pair)), "not UTF-8", r"\udce9")
 
 
 def test_prompt_ids_out_of_range(pair: Path, tmp_path: Path, run: Run) -> None:

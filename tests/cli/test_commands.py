@@ -263,6 +263,7 @@ def test_bench_prints_protocol_and_table(pair: Path, tmp_path: Path, run: Run) -
         ("bad.jsonl", '{"prompt": "a"}\n{"prompt"\n', ["bad.jsonl:2"]),
         ("bad.jsonl", '{"question": "a"}\n', ["bad.jsonl:1", "prompt"]),
         ("bad.jsonl", '{"prompt": 3}\n', ["bad.jsonl:1"]),
+        ("bad.jsonl", '{"prompt": "\\udc00"}\n', ["bad.jsonl:1", "\\udc00"]),
         ("bad.jsonl", "[1]\n", ["bad.jsonl:1"]),
         ("bytes.txt", b"\xff\xfe\x00", ["bytes.txt"]),
     ],

@@ -80,7 +80,7 @@ def _pipe(folder: Path) -> Path:
     return folder / "pipe.txt"
 
 
-def _parquet(columns: dict[str, list[Any]]) -> Callable[[Path], Path]:
+def _parquet(columns: dict[str, Any]) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         arrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -88,6 +88,13 @@ def _parquet(columns: dict[str, list[Any]]) -> Callable[[Path], Path]:
         return folder / "rows.parquet"
 
     return make
+
+
+def _latin_1(folder: Path) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    ends = arrow.array([0, 4], type=arrow.int32()).buffers()[1]
+    text = arrow.Array.from_buffers(arrow.string(), 1, [None, ends, arrow.py_buffer(b"caf\xe9")])
+    return _parquet({"text": text})(folder)
 
 
 BAD_CORPORA: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -101,12 +108,14 @@ BAD_CORPORA: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "not UTF-8": (_write("a.txt", b"one\ntwo \xff\n"), ["a.txt:2", "UTF-8", "byte 8"]),
     "not UTF-8 in a line": (_write("a.jsonl", b'{"text": "a"}\n{"\xff'), ["a.jsonl:2", "UTF-8"]),
     "not JSON": (_write("a.jsonl", '{"text": "a"}\n{"text"\n'), ["a.jsonl:2", "not JSON"]),
+    "half a character": (_write("a.jsonl", '{"text": "\\ud83d"}\n'), ["a.jsonl:1", "\\ud83d"]),
     "no text": (_write("a.jsonl", '\n{"prompt": "a"}\n'), ["a.jsonl:2", "messages", "prompt"]),
     "text is a number": (_write("a.jsonl", '{"text": 3}\n'), ["a.jsonl:1"]),
     "messages are text": (_write("a.jsonl", '{"messages": "hi"}\n'), ["a.jsonl:1"]),
     "message without role": (_write("a.jsonl", '{"messages": [{"content": "x"}]}'), ["a.jsonl:1"]),
     "not parquet": (_write("a.parquet", "PAR0"), ["a.parquet", "not a whole parquet file"]),
     "no column": (_parquet({"body": ["x"], "id": [1]}), ["no column messages or text", "body, id"]),
+    "column that is not UTF-8": (_latin_1, ["rows.parquet", "column text is not UTF-8"]),
     "column of numbers": (_parquet({"text": [1, 2]}), ["column text holds '1'"]),
 }
 
@@ -144,6 +153,7 @@ def test_a_closed_folder(
     ("flags", "words"),
     [
         (["--processes", 0], ["--processes 0"]),
+        (["--processes", 10**30], [f"--processes {10**30}", "1024"]),
         (["--coverage", 0], ["--coverage 0"]),
         (["--coverage", 1.5], ["--coverage 1.5"]),
         (["--out", "vocab.json"], ["vocab.json", ".safetensors"]),

@@ -34,6 +34,21 @@ BREACHES: list[tuple[str, Any, str]] = [
     ),
     *(("vocab_size", value, "at least 2") for value in (1, 0, -5, True, 3.0)),
     *(
+        (name, 10**30, "at most 16777216")
+        for name in (
+            "target_hidden_size", "block_size", "hidden_size", "num_attention_heads",
+            "intermediate_size", "cond_dim", "time_embed_dim", "num_steps", "vocab_size",
+        )
+    ),
+    ("num_hidden_layers", 1025, "at most 1024"),
+    *(
+        (name, value, r"at most 1e\+30")
+        for name in ("time_scale", "rope_theta", "rms_norm_eps", "qk_norm_eps", "layer_norm_eps")
+        for value in (1e31, 10**400)
+    ),
+    ("target_layer_ids", [0, 10**30], "strictly increasing"),
+    ("jump_grids", {"9" * 5000: [0.0, 1.0]}, "written as strings"),
+    *(
         (name, value, "above 0")
         for name in ("time_scale", "rope_theta", "rms_norm_eps", "qk_norm_eps", "layer_norm_eps")
         for value in (0, 0.0, -1e-6, NAN, INF, "1", True, None)

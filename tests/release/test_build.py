@@ -257,6 +257,7 @@ INCOMPLETE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ({"tag": "v 1"}, "tag"),
         ({"tag": ""}, "tag"),
         ({"max_shard_size": "-1GB"}, "weights"),
+        ({"max_shard_size": "0GB"}, "weights"),
     ],
 )
 def test_what_no_hub_takes_is_refused(

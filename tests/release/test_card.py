@@ -279,7 +279,7 @@ def test_no_measurements_no_picture(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"license": "apache-2.0", "language": ["en", "zh-Hant"], "datasets": ["a/b", "c"]}, None),
-        ({"license": None}, "license None"),
+        ({"license": None}, "no license"),
         ({"license": ["mit"]}, "license"),
         ({"language": "english please"}, "language"),
         ({"datasets": ["https://x"]}, "datasets"),

@@ -24,7 +24,7 @@ from flashmap.release.check import CHECKS, FAILED, OK, SKIPPED, Finding, Wanted,
 from flashmap.release.checking import Check, ReleaseFolder, run_check
 from flashmap.release.contents import refresh_record
 from flashmap.release.errors import ReleaseError
-from flashmap.release.remote_code import code_digest, read_closure, stamped
+from flashmap.release.remote_code import code_digest, stamped
 from flashmap.training.evaluation import evaluate_walks
 from flashmap.training.recipe import EvaluationRecipe
 from flashmap.training.setup import wrap_target
@@ -80,7 +80,8 @@ def test_other_numbers_and_a_crash_show_in_a_fresh_process(copy: Path) -> None:
     refresh_record(copy, ["model.safetensors"])
     found = failures(check_release(copy))
     assert found.keys() == {"golden"} and "off by" in found["golden"]
-    code = {name: (copy / name).read_bytes() for name in read_closure(copy)}
+    release = ReleaseFolder(copy)
+    code = {**release.code, **release.custom_generate}
     code["modeling_flashmap.py"] += b"\nraise RuntimeError('not on my machine')\n"
     for name, content in stamped(code).items():
         (copy / name).write_bytes(content)

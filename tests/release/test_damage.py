@@ -1,138 +1,42 @@
 """Each way of breaking a release is found by exactly the check that is meant for it, and no other
 tells of it too."""
 
-import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.pair_folders import edit_json, edit_weights, shard, truncate
+from support.damage import (
+    Break,
+    append,
+    both,
+    case_twins,
+    config,
+    instead,
+    no_utf8,
+    other_picture,
+    ranking,
+    record,
+    remove,
+    rename_shard,
+    replace,
+    sharded,
+    swap_first_two,
+    target_folder,
+    torch_archive,
+    weights,
+    write,
+)
+from support.pair_folders import edit_json, truncate
 from support.releases import check_statically, failures, setting
 
-from flashmap.release.card import write_card
-from flashmap.release.contents import folder_files, refresh_record
+from flashmap.release.contents import GENERATE
 
-Break = Callable[[Path], Any]
 TOKEN = "hf_" + "a1B2" * 9
 MODELING, LAYERS = "modeling_flashmap.py", "layers_flashmap.py"
-
-
-def config(**changes: Any) -> Break:
-    return lambda f: edit_json(f / "config.json", **changes)
-
-
-def remove(name: str) -> Break:
-    return lambda f: (f / name).unlink()
-
-
-def append(name: str, text: str) -> Break:
-    return lambda f: (f / name).write_text((f / name).read_text() + text)
-
-
-def write(name: str, content: bytes = b"text\n") -> Break:
-    def change(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-
-    return change
-
-
-def replace(name: str, old: str, new: str) -> Break:
-    def change(folder: Path) -> None:
-        text = (folder / name).read_text()
-        assert old in text, old
-        (folder / name).write_text(text.replace(old, new))
-
-    return change
-
-
-def instead(name: str, make: Break) -> Break:
-    """Something else in the place of a file."""
-    return lambda f: [(f / name).unlink(), make(f / name)]
-
-
-def weights(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
-    return lambda f: edit_weights(f, edit)
-
-
-def ranking(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
-    def change(folder: Path) -> None:
-        path = folder / "draft_vocab.safetensors"
-        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-        path.unlink()
-        edit(tensors)
-        save_file(tensors, path)
-
-    return change
-
-
-def swap_first_two(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["ids"][:2] = tensors["ids"][:2].flip(0)
-
-
-def both(*changes: Break) -> Break:
-    return lambda f: [change(f) for change in changes]
-
-
-def sharded(change: Callable[[dict[str, str]], Any]) -> Break:
-    def break_index(folder: Path) -> None:
-        shard(folder)
-        edit_json(folder / "release.json", files=folder_files(folder))
-        path = folder / "model.safetensors.index.json"
-        index = json.loads(path.read_text())
-        change(index["weight_map"])
-        path.write_text(json.dumps(index))
-
-    return break_index
-
-
-def torch_archive(folder: Path) -> None:
-    torch.save({"a": torch.zeros(1)}, folder / "extra")
-
-
-def case_twins(folder: Path) -> None:
-    (folder / "license").write_text("the same name elsewhere\n")
-    if len([path for path in folder.iterdir() if path.name.lower() == "license"]) < 2:
-        pytest.skip("this file system does not tell case apart")
-
-
-def no_utf8(folder: Path) -> None:
-    try:
-        (folder / os.fsdecode(b"caf\xe9.txt")).write_text("x")
-    except OSError:
-        pytest.skip("this file system takes no such name")
-
-
-def other_picture(path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    Figure(figsize=(1, 1)).savefig(path)
-
-
-def target_folder(folder: Path) -> None:
-    """A release of a source whose recipe named a folder."""
-    edit_json(folder / "config.json", target_model="/models/toy")
-    edit_json(folder / "release.json", target_model="/models/toy")
-    text = (folder / "README.md").read_text().replace("base_model: toy\n", "")
-    (folder / "README.md").write_text(text)
-    write_card(folder)
-    refresh_record(folder, ["config.json"])
-
-
-def rename_shard(name: str) -> Break:
-    """An index that names a place for its first file which a Hub's readers do not look at."""
-    return sharded(lambda m: m.update({key: name for key in m if m[key].startswith("model-00001")}))
-
-
-def record(**changes: Any) -> Break:
-    return lambda f: edit_json(f / "release.json", **changes)
-
 
 FILES: dict[str, tuple[Break, str]] = {
     "no licence": (remove("LICENSE"), "files"),
@@ -219,37 +123,43 @@ CODE: dict[str, tuple[Break, str]] = {
     "no auto_map": (config(auto_map=None), "auto-map"),
     "another architecture": (config(architectures=["Drafter"]), "auto-map"),
     "helper edited": (append(LAYERS, "\n# a hot fix\n"), "code-digest"),
+    "custom_generate edited": (append(GENERATE, "\n# a hot fix\n"), "code-digest"),
+    "custom_generate with a file more": (
+        write("custom_generate/more.py", b"x = 1\n"),
+        "code-digest",
+    ),
+    "requirements edited": (append("custom_generate/requirements.txt", "wheel\n"), "record"),
     "digest edited": (config(code_digest="0" * 64), "code-digest"),
     "stamp removed": (
         replace("configuration_flashmap.py", "CODE_DIGEST = ", "CODE_DIGESTED = "),
         "code-digest",
     ),
-    "no custom_generate": (remove("custom_generate/generate.py"), "files"),
+    "no custom_generate": (remove(GENERATE), "files"),
     "custom_generate without generate": (
-        write("custom_generate/generate.py", b"def go(model, **kwargs): ...\n"),
+        write(GENERATE, b"def go(model, **kwargs): ...\n"),
         "custom-generate",
     ),
     "custom_generate that takes no model": (
-        write("custom_generate/generate.py", b"def generate(): ...\n"),
+        write(GENERATE, b"def generate(): ...\n"),
         "custom-generate",
     ),
     "custom_generate with the folder's code": (
         write(
-            "custom_generate/generate.py",
+            GENERATE,
             b"from .loop_flashmap import x\ndef generate(model, **kwargs): ...\n",
         ),
         "custom-generate",
     ),
     "custom_generate of another release": (
         write(
-            "custom_generate/generate.py",
+            GENERATE,
             b'REPO_ID, TAG = "you/it", "v1"\ndef generate(model, **kwargs): ...\n',
         ),
         "custom-generate",
     ),
     "custom_generate with a package": (
         write(
-            "custom_generate/generate.py",
+            GENERATE,
             b"import flashmap\ndef generate(model, **kwargs): ...\n",
         ),
         "custom-generate",
@@ -334,6 +244,7 @@ WEIGHTS: dict[str, tuple[Break, str]] = {
 }
 CARD: dict[str, tuple[Break, str]] = {
     "unknown licence": (replace("README.md", "license: mit", "license: mine"), "card-metadata"),
+    "no licence of the weights": (replace("README.md", "license: mit\n", ""), "card-metadata"),
     "other licence without a name": (
         replace("README.md", "license: mit", "license: other"),
         "card-metadata",
@@ -389,6 +300,17 @@ CARD: dict[str, tuple[Break, str]] = {
         lambda f: edit_json(f / "eval/acceptance.json", walk=[{"temperature": 0}]),
         "eval",
     ),
+    "a measurement of nothing": (lambda f: edit_json(f / "eval/acceptance.json", walk=[]), "eval"),
+    "a measurement of no length": (
+        lambda f: edit_json(f / "eval/acceptance.json", settings={}),
+        "eval",
+    ),
+    "a measurement of one version": (
+        lambda f: edit_json(f / "eval/acceptance.json", versions="5.0"),
+        "eval",
+    ),
+    "a recipe without tables": (write("recipe.toml", b"run = []\n"), "record"),
+    "a recipe of words": (write("recipe.toml", b"[data]\nnum_prompts = 'x'\n"), "record"),
     "prompts elsewhere": (
         lambda f: edit_json(f / "eval/acceptance.json", prompts={"file": "../a.txt", "count": 6}),
         "eval",
@@ -410,10 +332,6 @@ RECORD: dict[str, tuple[Break, str]] = {
     "ranking lost": (remove("draft_vocab.safetensors"), "record"),
     "a recipe that is no TOML": (write("recipe.toml", b"[run\n"), "record"),
     "recipe lost": (remove("recipe.toml"), "card-links"),
-    "custom_generate added": (
-        write("custom_generate/generate.py", b"def generate(model, **kwargs): ...\n"),
-        "record",
-    ),
     "record of other code": (record(code_digest="0" * 64), "record"),
     "record of other grids": (record(grid_mode="compat"), "record"),
     "record without versions": (record(versions=None), "record"),

@@ -155,7 +155,7 @@ def test_a_build_killed_while_it_filled_a_folder_is_made_good(source: Path, tmp_
 
 def test_one_build_at_a_time(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with place.workplace(out), pytest.raises(ReleaseError, match="another process is building"):
+    with place.workplace(out), pytest.raises(ValueError, match=rf"another process .*{out}"):
         build_release(source, out)
     assert build_release(source, out).changed
 
@@ -183,6 +183,5 @@ def test_a_place_that_cannot_be_written_is_one_message(
         parent.mkdir(mode=0o555)
     else:
         parent.write_text("a file")
-    with pytest.raises(ReleaseError) as caught:
+    with pytest.raises(ValueError, match=f"{parent / 'out'} cannot be written"):
         build_release(source, parent / "out")
-    assert caught.value.check == "out" and str(parent / "out") in caught.value.found

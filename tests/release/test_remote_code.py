@@ -1,10 +1,12 @@
 """The loader's view of the remote code, its digest, and the process that loads it as a stranger."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from flashmap.release import fresh
+from flashmap.release.contents import GENERATE
 from flashmap.release.errors import ReleaseError
 from flashmap.release.fresh import run_fresh
 from flashmap.release.remote_code import (
@@ -75,6 +77,11 @@ def test_the_digest_sees_every_byte_but_the_stamp() -> None:
     assert digest.encode() in stamped(files)["configuration_flashmap.py"]
     assert code_digest({**files, "z.py": b"y = 2\n"}) != digest
     assert code_digest({**files, "w.py": b""}) != digest
+    assert code_digest({**files, "w.txt": b"no code"}) == digest
+    told = [code_digest({**files, GENERATE: text}) for text in (
+        b'REPO_ID, TAG = "me/it", "v1"\n', b'REPO_ID, TAG = "", ""\n', b'REPO_ID, TAG = x, ""\n',
+    )]  # fmt: skip
+    assert told[0] == told[1] != told[2]
     for text in (b"A = 1\n", b'CODE_DIGEST = "x"\nCODE_DIGEST = "y"\n'):
         with pytest.raises(ReleaseError):
             stamped({"configuration_flashmap.py": text})
@@ -115,3 +122,15 @@ def test_a_hanging_script_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError):
         list(run_fresh(script, [], timeout=1.0))
     assert fresh.BOOTSTRAP.is_file()
+
+
+def test_last_words_need_no_room_on_a_disk(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise OSError('no room')\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # what the process inherits
+    try:
+        with pytest.raises(ReleaseError, match="status 1: OSError: no room"):
+            list(run_fresh(script, []))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -268,6 +268,7 @@ def test_a_long_text_becomes_several_documents(tmp_path: Path) -> None:
         ({"prompt": "Hi"}, ["messages", "text"]),
         ({"text": 3}, ["text is int"]),
         ({"text": None}, ["text is NoneType"]),
+        ({"text": "\ud83d"}, ["\\ud83d"]),
         ({"messages": []}, ["ends with the assistant"]),
         ({"messages": "Hi"}, ["ends with the assistant"]),
         ({"messages": [said("user", "Hi")]}, ["ends with the assistant"]),

@@ -1,5 +1,7 @@
 """Recipes: what is read, what is replaced, and what is refused with a message that helps."""
 
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,18 +163,41 @@ def test_a_value_out_of_range_is_refused(override: str, rule: str, tmp_path: Pat
         "evaluation.temperatures=[]",
         "evaluation.temperatures=[-1.0]",
         "evaluation.temperatures=[inf]",
+        "evaluation.temperatures=[1e-40]",
         "run.rate=inf",
         "run.clip=1e308",
         "run.shard_size=16",
+        "run.shard_size=0MB",
         "run.shard_size=",
         "seed=100000000000000000000",
         "data.temperatures={ '1' = '0.5' }",
         "data.temperatures={ 'inf' = 1.0 }",
         "data.temperatures={ '1' = inf }",
+        "data.temperatures={ '1e-40' = 1.0 }",
+        "data.temperatures={ '1' = 1e31 }",
     ],
 )
 def test_a_value_that_no_run_can_use_is_refused(override: str, tmp_path: Path) -> None:
     assert override.partition("=")[0] in refusal(tmp_path, BASE, override)
+
+
+def numbers() -> Iterator[tuple[str, type, bool]]:
+    """Every number of a recipe: where it stands, its type, and whether there is a list of it."""
+    for table in ("data", "loss", "run", "evaluation"):
+        hints = typing.get_type_hints(typing.get_type_hints(Recipe)[table])
+        for name, hint in hints.items():
+            kind = next(iter(typing.get_args(hint)), hint)
+            if kind in (int, float):
+                yield f"{table}.{name}", kind, kind is not hint
+    yield "seed", int, False
+
+
+@pytest.mark.parametrize(("key", "kind", "listed"), list(numbers()))
+def test_no_number_is_without_bounds(key: str, kind: type, listed: bool, tmp_path: Path) -> None:
+    beyond = ["-1" + "0" * 31, "1" + "0" * 31, *(["nan", "inf", "-inf"] if kind is float else [])]
+    for value in beyond:
+        override = f"{key}=[{value}]" if listed else f"{key}={value}"
+        assert key in refusal(tmp_path, BASE, override), override
 
 
 @pytest.mark.parametrize(

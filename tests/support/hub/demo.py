@@ -43,7 +43,7 @@ def flashmap(title: str, environment: dict[str, str], *arguments: str) -> None:
 
 
 def main() -> None:
-    """Build, push twice, download, generate."""
+    """Build, push, download, generate."""
     target = embedded_target()
     with LocalHub() as hub, tempfile.TemporaryDirectory(prefix="flashmap-demo-push-") as folder:
         out = str(Path(folder) / "release")
