@@ -131,6 +131,8 @@ def test_what_is_hooked_in_vllm() -> None:
     assert list(VERSIONS) == ["0.31", "0.32", "0.33"]
     assert [hook.name for hook in HOOKS] == [
         "SpeculativeConfig.__post_init__",
+        "EngineArgs.create_speculative_config",
+        "EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
         "SpeculatorsConfig.build_vllm_speculative_config",
         "init_speculator",
     ]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .start import as_dflash, filling
+from .start import as_dflash, filling, handing_over, making_room
 from .view import ARCHITECTURE, KIND, FlashMapReleaseConfig, fill_speculators
 
 # Version of vLLM to how it was tried.
@@ -79,6 +79,20 @@ HOOKS = (
         ("self",),
         filling,
         "method and number of drafts follow from the release; what cannot be served is refused",
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_speculative_config",
+        ("self",),
+        handing_over,
+        "sampled drafts are judged by their own probabilities, which vLLM's default leaves out",
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        ("self",),
+        making_room,
+        "vLLM's own default may hold fewer tokens than blocks have slots",
     ),
     Hook(
         "vllm.transformers_utils.configs.speculators.base",

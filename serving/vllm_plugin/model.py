@@ -179,6 +179,12 @@ class VllmDraftModel(nn.Module):
         """Write these rows with the anchors of the next `forward`, in one product."""
         self._pending = ContextRows(context_states, positions, slots, combined=True)
 
+    def flush(self) -> None:
+        """Write what was postponed and met no `forward`."""
+        if self._pending is not None:
+            self.step.write(self.context, self._pending)
+            self._pending = None
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:

@@ -30,8 +30,9 @@ class FlashMapSpeculator(DFlashSpeculator):
     max_num_tokens: int
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        # Before vLLM's part: newer versions ask for the rows of a graph there.
+        self.num_drafts: int = vllm_config.speculative_config.num_speculative_tokens
         super().__init__(vllm_config, device)
-        self.num_drafts: int = self.num_speculative_steps
         self.block_size: int = self.draft_model_config.hf_config.block_size
         self.sample_from_anchor = True
         self.num_query_per_req = self.block_size
@@ -121,6 +122,12 @@ class FlashMapSpeculator(DFlashSpeculator):
             self.context_positions[:end],
             self._context_slot_mappings[0][:end],
         )
+
+    def propose(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Draft; where vLLM wants no drafts, write the context alone."""
+        tokens: Tensor = super().propose(*args, **kwargs)
+        self.model.flush()
+        return tokens
 
     def capture(self) -> None:
         """Capture the draft's graphs; where the caches are has to be known before."""

@@ -12,7 +12,7 @@ from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.serving.options import DraftOptions, read_options
 from flashmap.vocabulary import FILE
 
-from .view import draft_config, is_flashmap, read_config
+from .view import ARCHITECTURE, draft_config, is_flashmap, read_config
 
 _TABLES = "speculators_model_type"  # such checkpoints keep the table among the weights
 
@@ -23,10 +23,45 @@ def filling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raw = _flashmap_draft(self)
+        raw = _flashmap_draft(self.model, self.revision)
         if raw is not None:
             fill(self, raw)
         return original(self, *args, **kwargs)
+
+    return wrapped
+
+
+def handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `EngineArgs.create_speculative_config`: a FlashMap draft's tokens are sampled and its
+    probabilities handed to their rejection, unless another `draft_sample_method` is asked for."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = {name.replace("-", "_") for name in self.speculative_config or ()}
+        speculative = original(self, *args, **kwargs)
+        draft = getattr(speculative, "draft_model_config", None)
+        ours = draft is not None and ARCHITECTURE in (draft.architectures or ())
+        if ours and "draft_sample_method" not in asked:
+            speculative.draft_sample_method = "probabilistic"
+        return speculative
+
+    return wrapped
+
+
+def making_room(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what sets `EngineArgs.max_num_batched_tokens` where the user has not: vLLM's buffers
+    have to hold a whole block of every request."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = self.max_num_batched_tokens
+        result = original(self, *args, **kwargs)
+        speculative = self.speculative_config or {}
+        raw = _flashmap_draft(speculative.get("model"), speculative.get("revision"))
+        if asked is None and raw is not None:
+            slots = self.max_num_seqs * draft_config(raw).block_size
+            self.max_num_batched_tokens = max(self.max_num_batched_tokens, slots)
+        return result
 
     return wrapped
 
@@ -45,13 +80,12 @@ def as_dflash(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _flashmap_draft(speculative: Any) -> dict[str, Any] | None:
+def _flashmap_draft(model: Any, revision: str | None) -> dict[str, Any] | None:
     """The draft's config.json if it is a FlashMap drafter's."""
-    model = speculative.model
     if not isinstance(model, str) or not ("/" in model or Path(model).is_dir()):
         return None  # n-grams, proposers by module: neither a folder nor a Hub id
     try:
-        raw = read_config(model, speculative.revision)
+        raw = read_config(model, revision)
     except (OSError, ValueError):  # there is none to be read; vLLM says what it thinks of that
         return None
     return raw if is_flashmap(raw) else None

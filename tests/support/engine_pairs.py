@@ -9,6 +9,7 @@ Legend: V vocabulary, H target hidden width, D drafter width, A heads, d head wi
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -58,6 +59,14 @@ def write_random(folder: Path, **changes: Any) -> Path:
     model = toys.liven(FlashMapDraftModel(_drafter_config(**changes)), 1, std=0.25)
     model.save_pretrained(folder / "draft")
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer whose words are the tokens' numbers."""
+    words = {str(token): token for token in range(VOCAB)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """What is drafted inside the engine is what the model drafts outside of it."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,13 +65,15 @@ class Outside:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "size"), [(1, 32), (2, 32), (1, 9)], ids=["one jump", "two jumps", "restricted"]
+    ("num_steps", "size", "fp8"),
+    [(1, 32, False), (2, 32, False), (1, 9, False), (1, 32, True)],
+    ids=["one jump", "two jumps", "restricted", "eight bits"],
 )
 def test_draft_logits_are_the_models(
-    num_steps: int, size: int, random: Path, monkeypatch: pytest.MonkeyPatch
+    num_steps: int, size: int, fp8: bool, random: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = f'{{"num_steps": {num_steps}, "draft_vocab_size": {size}, "fold_noise": false}}'
-    monkeypatch.setenv(VARIABLE, options)
+    options = {"num_steps": num_steps, "draft_vocab_size": size, "fp8_weights": fp8}
+    monkeypatch.setenv(VARIABLE, json.dumps(options | {"fold_noise": False}))
     # The prompt comes in three pieces, the drafts are mostly rejected.
     settings = {"max_num_batched_tokens": 8, "max_num_seqs": 1}
     with engine(random, **settings, draft={}) as llm:
@@ -79,12 +82,15 @@ def test_draft_logits_are_the_models(
     outside, tokens = Outside(random), PROMPT + text
     drafts = [draft for [draft] in recorder.rounds if draft.position < len(tokens)]
     assert len(drafts) > 8
+    distances = []
     for draft in drafts:
         assert draft.anchor == tokens[draft.position]
         expected = outside.logits(tokens, draft.position, num_steps)[:, :size]
         assert draft.logits[:, size:].eq(float("-inf")).all()
         found = draft.logits[:, :size]
-        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        distances.append(float((found - expected).abs().max() / expected.abs().max()))
+    assert max(distances) <= (0.2 if fp8 else 1e-4)
+    assert max(distances) > 1e-3 or not fp8, "the weights are to be rounded"
 
 
 def test_a_seeded_request_drafts_the_same_in_any_batch(random: Path) -> None:
@@ -108,3 +114,26 @@ def test_a_seeded_request_drafts_the_same_in_any_batch(random: Path) -> None:
             and (other.logits - draft.logits).abs().max() <= 1e-4 * draft.logits.abs().max()
         ]
         assert same, f"the block after position {draft.position} is another one in the batch"
+
+
+def test_context_is_written_where_no_drafts_are_wanted(
+    random: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(random, {}, max_num_seqs=1) as llm:
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+        texts(llm, [PROMPT], temperature=0.0, max_tokens=4)
+        ours = speculator(llm)
+        slot = int(ours._context_slot_mappings[0][0])
+        pages = ours.model.context.layout().keys
+        entries = [page[divmod(slot, page.shape[1])] for page in pages]
+        expected = [entry.clone() for entry in entries]
+        for entry in entries:
+            entry.zero_()
+        # What newer versions do for no drafts: the context of the last step, and no block.
+        monkeypatch.setattr(
+            DFlashSpeculator, "propose", lambda self: self._precompute_context_kv(0, 1)
+        )
+        ours.propose()
+    for entry, wanted in zip(entries, expected, strict=True):
+        assert (entry - wanted).abs().max() <= 1e-5 * wanted.abs().max()

@@ -45,7 +45,9 @@ def test_right_drafts_are_accepted(mode: str, cache: str, right: Path) -> None:
     assert accepted == drafted > 0
 
 
-@pytest.mark.parametrize("options", ["{}", '{"num_steps": 2}', '{"draft_vocab_size": 9}'])
+@pytest.mark.parametrize(
+    "options", ["{}", '{"num_steps": 2}', '{"draft_vocab_size": 9}', '{"fp8_weights": true}']
+)
 def test_greedy_text_is_plain_decodings(
     options: str, random: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import as_speculators
-from support.engine_pairs import BLOCK, next_token
+from support.engine_pairs import BLOCK, next_token, write_tokenizer
 from support.engines import acceptance, engine, metric, speculator, texts
 
 from flashmap import FlashMapDraftModel
@@ -57,7 +57,8 @@ CASES: dict[str, Case] = {
     "fewer drafts than the block": ({"num_speculative_tokens": 2}, {}, "{}"),
     "two jumps": ({}, {}, '{"num_steps": 2}'),
     "draft vocabulary": ({}, {}, '{"draft_vocab_size": 9}'),
-    "proposals handed over": ({"draft_sample_method": "probabilistic"}, {}, "{}"),
+    "eight-bit weights": ({}, {}, '{"fp8_weights": true}'),
+    "no proposals handed over": ({"draft_sample_method": "greedy"}, {}, "{}"),
     "chunked prefill": ({}, {"max_num_batched_tokens": 40}, "{}"),
     "prefix caching": ({}, {"enable_prefix_caching": True, "block_size": 32}, "{}"),
     "preemption": ({}, {"num_gpu_blocks_override": 9, "block_size": 32}, "{}"),
@@ -95,6 +96,26 @@ def test_a_speculators_checkpoint_drafts_from_its_tables(
         assert speculator(llm).model.step.token_ids.tolist() == members
         drafted = speculator(llm).draft_tokens[: len(PROMPTS)]
     assert set(drafted.flatten().tolist()) <= set(members)
+
+
+def test_a_grammar_holds_as_without_a_drafter(random: Path) -> None:
+    write_tokenizer(random / "target")
+    greedy = {"temperature": 0.0, "max_tokens": LENGTH}
+
+    def told(llm: Any, **sampling: Any) -> list[list[int]]:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        grammar = StructuredOutputsParams(regex="[0-5]+")
+        return texts(llm, PROMPTS, structured_outputs=grammar, **{**greedy, **sampling})
+
+    with engine(random, skip_tokenizer_init=False) as llm:
+        free, expected = texts(llm, PROMPTS, **greedy), told(llm)
+    with engine(random, {}, skip_tokenizer_init=False) as llm:
+        assert told(llm) == expected != free
+        _, accepted = acceptance(llm)
+        assert accepted > 0
+        sampled = told(llm, temperature=1.0, seed=[1, 2, 3, 4])
+    assert all(set(str(token)) <= set("012345") for text in sampled for token in text)
 
 
 def test_logprobs_are_the_targets(random: Path) -> None:

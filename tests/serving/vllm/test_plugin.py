@@ -1,5 +1,6 @@
 """The plugin inside vLLM: found by its entry point, refused in one message, taken out again."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from support import vllm_cpu
+from support.engine_pairs import BLOCK
+from support.engines import engine
 
 from flashmap.serving.vllm_plugin import hooks, register
 
@@ -38,25 +41,69 @@ def hooked() -> list[Any]:
 def test_a_folder_is_all_that_has_to_be_said(right: Path) -> None:
     config = configure(right, {})
     speculative = config.speculative_config
-    assert (speculative.method, speculative.num_speculative_tokens) == ("dflash", 4)
+    assert (speculative.method, speculative.num_speculative_tokens) == ("dflash", BLOCK)
+    assert speculative.draft_sample_method == "probabilistic"
     assert speculative.draft_model_config.architectures == ["FlashMapDraftModel"]
     assert config.use_v2_model_runner
 
 
-@pytest.mark.parametrize(
-    ("draft", "settings", "words"),
-    [
-        ({"num_speculative_tokens": 5}, {}, "num_speculative_tokens is 5, .* have 4 tokens"),
-        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
-        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
-        ({"method": "eagle3"}, {}, "method 'eagle3' is asked for"),
-    ],
-)
-def test_one_message_before_anything_is_loaded(
-    draft: dict[str, Any], settings: dict[str, Any], words: str, right: Path
-) -> None:
+@pytest.mark.parametrize("name", ["draft_sample_method", "draft-sample-method"])
+def test_what_is_asked_for_stays(name: str, right: Path) -> None:
+    config = configure(right, {name: "greedy"}, max_num_seqs=8, max_num_batched_tokens=64)
+    assert config.speculative_config.draft_sample_method == "greedy"
+    assert config.scheduler_config.max_num_batched_tokens == 64
+
+
+def test_there_is_room_for_every_requests_block(right: Path) -> None:
+    config = configure(right, {}, max_num_seqs=1500)
+    assert config.scheduler_config.max_num_batched_tokens == 1500 * BLOCK
+
+
+Refusal = tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]
+REFUSED: dict[str, Refusal] = {  # of --speculative-config, other flags, the draft's config.json
+    "too many drafts": (
+        {"num_speculative_tokens": 5},
+        {},
+        {},
+        "num_speculative_tokens is 5, .* have 4 tokens",
+    ),
+    "pipeline parallel": ({}, {"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size is 2"),
+    "tensor parallel": ({}, {"tensor_parallel_size": 2}, {}, "tensor_parallel_size is 2"),
+    "method": ({"method": "eagle3"}, {}, {}, "method 'eagle3' is asked for"),
+    "vocabulary": ({}, {}, {"vocab_size": 48}, "drafts from 48 tokens and the target has 32"),
+    "first stage": ({}, {}, {"flow_map": False}, "flow_map is false"),
+    "no ranking": ({}, {}, {"draft_vocab_size": 9}, "9 of 32 .*holds no draft_vocab.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_one_message_before_anything_is_loaded(case: str, right: Path, tmp_path: Path) -> None:
+    draft, settings, fields, words = REFUSED[case]
+    raw = json.loads((right / "draft/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | fields))  # and no weights
     with pytest.raises(ValueError, match=words):
-        configure(right, draft, **settings)
+        configure(right, {"model": str(tmp_path), **draft}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"enable_lora": True}, "leave out --enable-lora"),
+        ({"max_num_seqs": 40}, "40 requests draft 160 slots.*--max-num-batched-tokens 160"),
+    ],
+    ids=["adapters", "room"],
+)
+def test_one_message_before_weights_are_loaded(
+    settings: dict[str, Any], words: str, right: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        pytest.fail("weights are loaded")
+
+    monkeypatch.setattr(GPUModelRunner, "load_model", load)
+    with pytest.raises(ValueError, match=words), engine(right, {}, **settings):
+        pass
 
 
 def test_another_draft_is_configured_as_without_the_plugin(right: Path) -> None:

@@ -12,21 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-import transformers
-from support.engine_pairs import BLOCK, VOCAB, next_token
+from support.engine_pairs import BLOCK, next_token, write_tokenizer
 
 TESTS = Path(__file__).resolve().parents[2]
 BOOT = "from support import vllm_cpu\nvllm_cpu.prepare()\n"
 LENGTH, CLIENTS, PATIENCE = 24, 16, 240
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer whose words are the tokens' numbers."""
-    words = {str(token): token for token in range(VOCAB)}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
