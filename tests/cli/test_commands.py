@@ -34,7 +34,7 @@ FLAGS = {
     "release card": "picture no-picture json help",
     "release vocab": "target corpus out processes coverage json help",
     "release grids": "vocab-size steps mode json help",
-    "release convert": "out target json help",
+    "release convert": "out target revision license json help",
 }
 
 
