@@ -130,6 +130,8 @@ def _status(progress: bool | None) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _lock(root: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Wait for other processes to end. The lock's file stays, unlike that of `only_writer`: who
+    waits for a file that is removed would share what it guards with the next to come."""
     from filelock import FileLock, Timeout
 
     root.mkdir(parents=True, exist_ok=True)
