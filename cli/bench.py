@@ -27,6 +27,8 @@ from .options import (
 )
 from .output import print_json, results_on_stdout
 
+MOST_REPEATS = 1000
+
 
 def bench(
     target: Target,
@@ -48,8 +50,8 @@ def bench(
 ) -> None:
     """Measure a drafter: acceptance length and tokens/s beside the same target alone."""
     check_numbers(max_new_tokens, temperature)
-    if repeats < 1:
-        raise ValueError(f"--repeats {repeats}: ask for at least 1 run of each prompt")
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise ValueError(f"--repeats {repeats}: ask for 1 to {MOST_REPEATS} runs of each prompt")
     from flashmap.prompts import ALL, read_prompts
 
     from .measure import Settings, measure, summarise

@@ -99,7 +99,7 @@ def _build(source: Path, folder: Path) -> "Build":
     try:
         return build_release(source, folder)
     except ReleaseError as error:
-        if error.check != "out":
+        if error.check != "out" or isinstance(error.__cause__, OSError):  # the disk is to blame
             raise
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder)

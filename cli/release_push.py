@@ -88,7 +88,8 @@ def space(
 def kernels(
     repo_id: RepoId,
     version: Annotated[
-        int, typer.Option(min=1, help="Version of the interface: the branch that users name.")
+        int,
+        typer.Option(min=1, max=9999, help="Version of the interface: the branch that users name."),
     ] = 1,
     dry_run: DryRun = False,
     pr: PullRequest = False,

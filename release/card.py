@@ -32,7 +32,8 @@ from .contents import (
 )
 from .errors import ReleaseError
 from .grid_modes import grid_mode
-from .markers import METADATA, segments, split_front_matter, with_sections
+from .hub_metadata import LICENCES
+from .markers import FENCE, METADATA, segments, split_front_matter, with_sections
 from .measurements import Measurement, read_measurements
 from .picture import data_digest, draw, stated_digest
 from .weights import read_headers, weight_paths
@@ -146,6 +147,30 @@ def read_metadata(text: str, *, written: bool = False) -> dict[str, Any]:
             [CARD],
         ) from error
     return found
+
+
+def with_licence(text: str, licence: str) -> str:
+    """The card `text` with a licence in its front matter.
+
+    Raises ReleaseError for a licence that the Hub does not know, and if the card states another.
+    """
+    stated = read_metadata(text).get("license")
+    if licence not in LICENCES or stated not in (None, licence):
+        found = f"license {stated!r} in {CARD}, and {licence!r} asked for"
+        raise ReleaseError(
+            "card-metadata",
+            found if stated else f"the licence {licence!r}",
+            "one licence, by the name that the Hub has for it, such as mit or apache-2.0",
+            "give another --license, or mend the card",
+            [CARD],
+        )
+    if stated == licence:
+        return text
+    front, rest = split_front_matter(text)
+    if not front:
+        return f"{FENCE}\nlicense: {licence}\n{FENCE}\n\n{text}"
+    opening, _, written = front.partition("\n")
+    return f"{opening}\nlicense: {licence}\n{written}{rest}"
 
 
 def render_card(content: bytes | None, facts: Facts) -> bytes:

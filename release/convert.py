@@ -2,7 +2,8 @@
 
 Takes checkpoints with the configuration of the speculators library, or ours, and weights in
 safetensors or torch's own files. Nothing in them is executed. What is known is translated, what is
-missing is taken from the tensors' shapes where those decide it, and what has no place is named.
+missing is taken from the tensors' shapes where those decide it, and from the target if that is
+given; what has no place is named.
 """
 
 import shutil
@@ -19,17 +20,21 @@ from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.schedule import jump_grids
 from flashmap.vocabulary import FILE, write_draft_vocab
 
-from .contents import CARD, write_json
+from .card import read_card, with_licence
+from .contents import CARD, read_file, write_json
 from .draft_vocab import drafted_tokens
 from .errors import ReleaseError
 from .foreign import KEPT, own_fields, translate
 from .place import publish, workplace
 from .state_dict import read_state_dict
 from .tables import TABLES, TARGETS, bad_tables, chosen_tokens, table_size
+from .target_facts import REVISION, TargetFacts, read_facts, require_same_target
 from .weights import SHARD_SIZE, require_finite, require_tensors, write_weights
 
 ANCHOR = "fc.weight"  # by which the drafter is found among other modules
 STATED = ("target_model", "vocab_size", "block_size", "target_layer_ids")
+OF_TARGET = {"target_model", "vocab_size"}
+OWED = ("num_target_layers", REVISION, "target_vocab_hash")
 FEWEST_GRIDS = 4
 
 
@@ -41,6 +46,8 @@ class Conversion:
         folder: what was written, for `flashmap release build`.
         files: their names.
         target_model: the target it is recorded for.
+        unread: why the target given could not be looked at; empty if it was, or none was given.
+        unfilled: what a release states of its target, and neither source nor target told.
         derived: fields that the source did not state.
         dropped: the target's tensors, which a drafter does not carry.
         unplaced: fields and values of the source that have no place here, by name.
@@ -49,29 +56,45 @@ class Conversion:
     folder: Path
     files: list[str]
     target_model: str
+    unread: str
+    unfilled: list[str]
     derived: list[str]
     dropped: list[str]
     unplaced: list[str]
 
 
-def convert_checkpoint(source: Path, out: Path, *, target: str | None = None) -> Conversion:
+def convert_checkpoint(
+    source: Path,
+    out: Path,
+    *,
+    target: str | None = None,
+    revision: str | None = None,
+    licence: str | None = None,
+) -> Conversion:
     """Convert the checkpoint `source`, a folder or a torch file beside its config.json, into the
-    folder `out`; `target` names the target where the source does not.
+    folder `out`.
+
+    `target` is a REF of the model that it drafts for: what the source does not say of it is read
+    there. `revision` of the target and `licence` of the drafter are for a source without them.
 
     Raises ReleaseError for a checkpoint that is not whole, is of another model or holds what has no
-    place in the drafter, and if `out` is not empty; else as `workplace`.
+    place in the drafter, for options that contradict it, and if `out` is not empty; else as
+    `read_facts` and `workplace`.
     """
     folder = source.parent if source.is_file() else source
     out = out.resolve()
     _require_empty(out)
     stated, unplaced = translate(read_json(folder / CONFIG))
-    if target is not None:
-        stated["target_model"] = target
+    facts = read_facts(target) if target is not None else None
+    _name_target(stated, facts, revision)
     found, others = read_state_dict(source)
     tensors, outside = _own_tensors(found)
     tables = {name: tensors.pop(name) for name in TABLES if name in tensors}
     dropped = [name for name in TARGETS if tensors.pop(name, None) is not None]
     fields = _sizes(tensors) | stated
+    if facts is not None:
+        require_same_target(fields, facts)
+        fields = facts.fields | fields
     _require_stated(fields, folder)
     if "jump_grids" not in fields:
         steps = fields.get("num_steps", FEWEST_GRIDS)
@@ -82,12 +105,17 @@ def convert_checkpoint(source: Path, out: Path, *, target: str | None = None) ->
     require_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     require_finite(tensors.items())
     members = _members(tables, fields, folder)
+    card = _card(
+        folder, f"# {out.name}\n\nA FlashMap drafter for {config.target_model}.\n", licence
+    )
     values = {name: getattr(config, name) for name in own_fields()}
     values |= {name: fields[name] for name in KEPT if name in fields} | {"model_type": "flashmap"}
-    files = _write(out, values, tensors, members, folder)
+    files = _write(out, values, tensors, members, folder, card)
+    unread = facts.unread if facts else ""
+    unfilled = [name for name in OWED if name not in fields]
     derived = sorted(fields.keys() - stated.keys())
     unplaced = sorted([*unplaced, *others, *outside])
-    return Conversion(out, files, config.target_model, derived, dropped, unplaced)
+    return Conversion(out, files, config.target_model, unread, unfilled, derived, dropped, unplaced)
 
 
 def _require_empty(out: Path) -> None:
@@ -95,6 +123,21 @@ def _require_empty(out: Path) -> None:
         raise ReleaseError(
             "out", f"{out} with something in it", "an empty or absent folder", "name another --out"
         )
+
+
+def _name_target(stated: dict[str, Any], facts: TargetFacts | None, revision: str | None) -> None:
+    """Put the target's name and the revision asked for among what the source states."""
+    if facts is not None and not (facts.is_folder and "target_model" in stated):
+        stated["target_model"] = facts.name
+    if revision is not None:
+        found = stated.setdefault(REVISION, revision)
+        if found != revision:
+            raise ReleaseError(
+                "target",
+                f"--revision {revision}, and {REVISION} {found!r} in {CONFIG}",
+                "the one that the drafter was trained for",
+                "leave out --revision, or mend the checkpoint's",
+            )
 
 
 def _own_tensors(found: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -138,7 +181,7 @@ def _sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
 def _require_stated(fields: dict[str, Any], folder: Path) -> None:
     missing = [name for name in STATED if name not in fields]
     if missing:
-        fix = "give --target" if missing == ["target_model"] else "add what is missing"
+        fix = "give --target" if set(missing) <= OF_TARGET else "add what is missing"
         raise ReleaseError(
             "config",
             f"{folder / CONFIG} without {', '.join(missing)}",
@@ -195,6 +238,7 @@ def _write(
     tensors: dict[str, Tensor],
     members: Tensor | None,
     source: Path,
+    card: bytes,
 ) -> list[str]:
     """Write the folder, whole or not at all; returns the names of its files."""
     with workplace(out) as scratch:
@@ -205,7 +249,7 @@ def _write(
         elif members is not None:
             about = {"target_model": config["target_model"], "counts": "1: drafted, 0: not"}
             write_draft_vocab(scratch / FILE, members.long(), about)
-        _write_card(source, scratch / CARD, out.name, config["target_model"])
+        (scratch / CARD).write_bytes(card)
         publish(scratch, out)
     return sorted(path.name for path in out.iterdir())
 
@@ -216,8 +260,7 @@ def _of_one_dtype(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-def _write_card(source: Path, card: Path, name: str, target: str) -> None:
-    if (source / CARD).is_file():
-        shutil.copyfile(source / CARD, card)
-        return
-    card.write_text(f"# {name}\n\nA FlashMap drafter for {target}.\n", encoding="utf-8")
+def _card(source: Path, new: str, licence: str | None) -> bytes:
+    """The source's card, or a `new` one, with the licence."""
+    content = read_file(source, CARD) if (source / CARD).exists() else new.encode()
+    return content if licence is None else with_licence(read_card(content), licence).encode()

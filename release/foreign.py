@@ -114,7 +114,7 @@ def translate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _ours(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     fields = own_fields() | KEPT
-    found = {name: raw[name] for name in raw if name in fields}
+    found = {name: raw[name] for name in fields if raw.get(name) is not None}
     return found, sorted(raw.keys() - fields - BOOKKEEPING - FlashMapConfig().to_dict().keys())
 
 

@@ -1,5 +1,7 @@
 """What must never be published: credentials, and files that run code when they are read."""
 
+import os
+import pickletools
 import re
 import zipfile
 from collections.abc import Iterator
@@ -44,11 +46,23 @@ def _texts(path: Path) -> Iterator[bytes]:
 
 
 def may_be_pickle(path: Path) -> bool:
-    """Whether a file is a pickle by its name, by its first bytes, or as torch's archive of one."""
+    """Whether a file is a pickle by its name, by how it begins, or as torch's archive of one."""
     if path.suffix.lower() in PICKLES:
         return True
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".pkl") for name in archive.namelist())
     with path.open("rb") as file:
-        return file.read(2) in _STREAMS
+        start = file.read(_WINDOW)
+    return start[:2] in _STREAMS or _is_old_pickle(start)
+
+
+def _is_old_pickle(content: bytes) -> bool:
+    """Whether this begins with a whole pickle of protocol 0 or 1, which has no mark of its own: its
+    instructions are read up to the last one, none is followed."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        try:
+            pickletools.dis(content, out=nowhere)
+        except (ValueError, IndexError):
+            return False
+    return True

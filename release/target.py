@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmap.checkpoint import read_json
+from flashmap.embedded import SMOLLM2
 from flashmap.pair import load_tokenizer, vocabulary_hash
 from flashmap.prompts import MARK
+from flashmap.references import EMBEDDED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,8 +21,7 @@ class Target:
     """A target's side of a draft vocabulary.
 
     Attributes:
-        name: the target as a ranking states it: a Hub id, or the last part of a folder's path.
-        revision: the revision asked for, if any.
+        name, revision: as `named_target` has them.
         folder: where its tokenizer lies.
         tokenizer: in the form that the library `tokenizers` writes.
         template: its chat template (several have names), if it has one.
@@ -60,11 +61,10 @@ def read_target(ref: str) -> Target:
             f" {config.vocab_size} rows (vocab_size in config.json); put the target's own tokenizer"
             " files there"
         )
-    local = Path(ref).expanduser()
-    name, _, revision = (local.resolve().name, "", "") if local.is_dir() else ref.partition("@")
+    name, revision = named_target(ref)
     return Target(
         name,
-        revision or None,
+        revision,
         folder,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
@@ -73,6 +73,16 @@ def read_target(ref: str) -> Target:
         config.vocab_size,
         _required(tokenizer, folder, config.eos_token_id),
     )
+
+
+def named_target(ref: str) -> tuple[str, str | None]:
+    """The name that a drafter or a ranking states for the target of a REF, and the revision that
+    the REF names."""
+    if ref == EMBEDDED:
+        return SMOLLM2.model, SMOLLM2.revision
+    local = Path(ref).expanduser()
+    name, _, revision = (local.resolve().name, "", "") if local.is_dir() else ref.partition("@")
+    return name, revision or None
 
 
 def _is_one(token: Any) -> bool:

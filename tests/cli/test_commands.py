@@ -34,7 +34,7 @@ FLAGS = {
     "release card": "picture no-picture json help",
     "release vocab": "target corpus out processes coverage json help",
     "release grids": "vocab-size steps mode json help",
-    "release convert": "out target json help",
+    "release convert": "out target revision license json help",
 }
 
 
@@ -86,6 +86,8 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
         ["generate", "hi", "--target", "a", "--draft", "b", "--num-draws", "many"],
         ["bench", "--repeats", "x"],
         ["release", "push"],
+        ["release", "kernels", "me/ops", "--dry-run", "--version", "0"],
+        ["release", "kernels", "me/ops", "--dry-run", "--version", "10000"],
     ],
 )
 def test_wrong_usage_ends_with_2(arguments: list[str], run: Run) -> None:

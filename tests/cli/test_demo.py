@@ -2,6 +2,7 @@
 says when they part."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +136,19 @@ def test_a_damaged_folder_of_its_own_is_made_anew(damage: str, tiny: Path, pair:
             shutil.rmtree(tiny)
             tiny.write_text("?")
     assert demo_module._build(pair / "draft", tiny).changed
+    assert folder_files(tiny, record=True) == whole
+
+
+def test_a_full_disk_costs_no_folder(tiny: Path, pair: Path) -> None:
+    demo_module._build(pair / "draft", tiny)
+    whole = folder_files(tiny, record=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(ValueError, match=r"cannot be written .*it is as it was before"):
+            demo_module._build(pair / "draft", tiny)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert folder_files(tiny, record=True) == whole
 
 

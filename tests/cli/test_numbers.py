@@ -1,5 +1,5 @@
 """A fraction that is no number, has no end or is negative is told of by the name of its option, in
-every command that takes one."""
+every command that takes one; and so is a number of runs that would never end."""
 
 import typing
 from pathlib import Path
@@ -54,3 +54,9 @@ def test_a_number_that_is_none(
     assert_one_message(ended)
     told = ended.err.replace("_", "-")
     assert f"{option.lstrip('-')}={value}" in told or f"{option} {value}" in told, ended.err
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "1001", "9" * 30])
+def test_a_number_of_repeats_that_is_none(value: str, pair: Path, run: Run) -> None:
+    ended = run("bench", *refs(pair), "--prompts", "prompts.txt", "--repeats", value)
+    assert_one_message(ended, f"--repeats {value}", "1 to 1000")

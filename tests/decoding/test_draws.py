@@ -173,5 +173,5 @@ def test_auto_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
 
 @pytest.mark.parametrize("num_draws", [0, -1, 1.5, True, "2"])
 def test_a_number_of_draws_that_is_none(num_draws: object) -> None:
-    with pytest.raises(ValueError, match=r"num_draws=.* at least 1, or .auto"):
+    with pytest.raises(ValueError, match=r"num_draws=.* at least 1, at most 4096, or .auto"):
         toys.drafter().spec_generate(toys.llama(), toys.prompt(3), num_draws=num_draws)

@@ -58,6 +58,8 @@ FILES: dict[str, tuple[Break, str]] = {
     "a name that is no text": (no_utf8, "names"),
     "torch weights": (write("pytorch_model.bin"), "pickles"),
     "pickle under another name": (write("notes.txt", pickle.dumps({"a": 1})), "pickles"),
+    "pickle without a mark": (write("notes.txt", pickle.dumps({"a": len}, 0)), "pickles"),
+    "old binary pickle": (write("notes.txt", pickle.dumps([1, (2.5, "b")], 1)), "pickles"),
     "torch archive": (torch_archive, "pickles"),
     "token in the card": (append("README.md", f"\nUse {TOKEN} to load it.\n"), "secrets"),
     "private key": (write("id_rsa", b"-----BEGIN OPENSSH PRIVATE KEY-----\n"), "secrets"),
