@@ -11,9 +11,10 @@ import torch
 from support import checkpoints, engine_pairs
 from support.engine_pairs import BLOCK, VOCAB, WIDTH
 
+from flashmap.serving.drafter import read_config
 from flashmap.serving.options import VARIABLE, DraftOptions, read_options
 from flashmap.serving.vllm_plugin import start
-from flashmap.serving.vllm_plugin.view import draft_fields, fill_speculators, read_config
+from flashmap.serving.vllm_plugin.view import draft_fields, fill_speculators
 from flashmap.vocabulary import write_draft_vocab
 
 

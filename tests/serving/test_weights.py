@@ -8,7 +8,8 @@ import torch
 from support import toys
 from torch import Tensor, nn
 
-from flashmap.serving.vllm_plugin.model import VllmDraftModel, dense_head
+from flashmap.serving.vllm_plugin.model import VllmDraftModel
+from flashmap.serving.weights import dense_head
 
 
 @pytest.fixture
