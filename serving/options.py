@@ -23,6 +23,7 @@ class DraftOptions:
         fp8_weights: keep the drafter's large weights in eight bits.
         fold_noise: draw the noise in one product less; None: where one jump is made. Drafts have
             the same distribution and are other ones than the model's own for the same seed.
+        fused_sampler: sglang draws a block's tokens in one kernel that makes its noise as it reads.
 
     Raises:
         ValueError: a value has another type, or is out of range.
@@ -33,6 +34,7 @@ class DraftOptions:
     kernels: str = "auto"
     fp8_weights: bool = False
     fold_noise: bool | None = None
+    fused_sampler: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "draft_vocab_size"):
@@ -42,8 +44,9 @@ class DraftOptions:
                 raise _refusal(name, value, "a whole number of at least 1, or null")
         if not isinstance(self.kernels, str):
             raise _refusal("kernels", self.kernels, "a string")
-        if not isinstance(self.fp8_weights, bool):
-            raise _refusal("fp8_weights", self.fp8_weights, "true or false")
+        for name in ("fp8_weights", "fused_sampler"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "true or false")
         if self.fold_noise not in (None, True, False):
             raise _refusal("fold_noise", self.fold_noise, "true, false or null")
 
