@@ -24,6 +24,8 @@ class DraftOptions:
         fold_noise: draw the noise in one product less; None: where one jump is made. Drafts have
             the same distribution and are other ones than the model's own for the same seed.
         fused_sampler: sglang draws a block's tokens in one kernel that makes its noise as it reads.
+        tree_candidates: most blocks that sglang drafts side by side for a tree; 0: no trees.
+        tree_budget: blocks that it drafts for all requests of a batch, if that is fewer each.
 
     Raises:
         ValueError: a value has another type, or is out of range.
@@ -35,6 +37,8 @@ class DraftOptions:
     fp8_weights: bool = False
     fold_noise: bool | None = None
     fused_sampler: bool = False
+    tree_candidates: int = 0
+    tree_budget: int = 32
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "draft_vocab_size"):
@@ -42,6 +46,10 @@ class DraftOptions:
             counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if value is not None and not counts:
                 raise _refusal(name, value, "a whole number of at least 1, or null")
+        for name, least in (("tree_candidates", 0), ("tree_budget", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise _refusal(name, value, f"a whole number of at least {least}")
         if not isinstance(self.kernels, str):
             raise _refusal("kernels", self.kernels, "a string")
         for name in ("fp8_weights", "fused_sampler"):

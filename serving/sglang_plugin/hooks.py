@@ -10,7 +10,8 @@ from flashmap.serving import hooking
 from flashmap.serving.drafter import ARCHITECTURE, KIND
 from flashmap.serving.hooking import Entry, Hook, Undo
 
-from .start import checking
+from . import trees
+from .start import TREE_VERSIONS, checking
 from .view import FlashMapReleaseConfig
 
 # Version of sglang to how it was tried.
@@ -56,10 +57,17 @@ def binding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def resting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `DSparkWorkerV2.init_cuda_graphs`: the draft attends by itself, so nothing is prepared
-    for its attention backend, which would cost every round some launches."""
+    for its attention backend, which would cost every round some launches. What verification of
+    trees needs is checked, and room made for them."""
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if trees.drafts_trees(self.draft_model):
+            trees.check_worker(self)
+            if self._decode_graph_allowed:
+                from sglang.srt.runtime_context import get_exec
+
+                self.draft_model.reserve_trees(max(get_exec().graph.cuda_graph_config.decode.bs))
         backend = self.draft_model_runner.attn_backend
         if _is_ours(self.draft_model) and backend is not self.model_runner.attn_backend:
             for name in METADATA:
@@ -74,6 +82,8 @@ def sampling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if trees.drafts_trees(self.draft_model):
+            return None  # their tokens are taken where the trees are built
         sampler = original(self, *args, **kwargs)
         if sampler is None or not _is_ours(self.draft_model):
             return sampler
@@ -133,6 +143,30 @@ WORKER_HOOKS = (
         sampling,
         "slots are independent, so one pass samples a block",
         versions=("0.5.20", "0.5.21"),  # later ones draw by a counter of their own
+    ),
+    Hook(
+        _WORKER,
+        "DSparkWorkerV2._forward_decode",
+        ("self", "batch", "on_publish"),
+        trees.rounds,
+        "a round of trees",
+        versions=TREE_VERSIONS,
+    ),
+    Hook(
+        "sglang.srt.speculative.dflash_utils",
+        "resolve_dflash_verify_mask_policy",
+        ("attn_backend",),
+        trees.masking,
+        "verification of trees is captured with a mask",
+        versions=TREE_VERSIONS,
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._add_request_to_queue",
+        ("self", "req", "is_retracted"),
+        trees.refusing,
+        "a request that trees cannot serve ends on arrival, with the reason",
+        versions=TREE_VERSIONS,
     ),
 )
 ENTRIES = (

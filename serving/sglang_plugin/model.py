@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from flashmap.kernels.paged import gated_slots
+from flashmap.kernels.sampling import likeliest
+from flashmap.kernels.tree import Trees, build_trees
 from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 from flashmap.modeling.step_flashmap import ContextRows, FusedStep
@@ -40,6 +42,7 @@ class SglangDraftModel(nn.Module):
     uses_own_vocab_modules = False
     supports_pre_gather_target_hidden_projection = False
     confidence_head = None
+    masks_verification = False  # of the process: a draft in it makes trees
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -80,6 +83,9 @@ class SglangDraftModel(nn.Module):
         self.step: FusedStep = fold(self.drafter, embed_tokens, lm_head, self._max_length, **chosen)
         self.context = PoolContext(self.step, self._runner, self.drafter.dtype)
         self.options = options
+        SglangDraftModel.masks_verification = options.tree_candidates > 0
+        self._trees: Trees | None = None
+        self._graph_trees: Trees | None = None
         # What the worker sizes its buffers by.
         logits = torch.empty(0, dtype=lm_head.weight.dtype, device=lm_head.weight.device)
         self.lm_head = SimpleNamespace(weight=logits, bias=None, org_vocab_size=self._vocab_size)
@@ -123,14 +129,19 @@ class SglangDraftModel(nn.Module):
         output."""
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-        width = len(positions) // forward_batch.batch_size
+        number = forward_batch.batch_size
+        width = len(positions) // number
+        draws = tree_draws(self.options, number)
         hidden = self.draft(
             input_ids[::width],
             positions[::width],
             forward_batch.out_cache_loc[::width],
             forward_batch.req_pool_indices,
+            draws,
         )
-        rows = hidden[:, :width].flatten(0, 1)
+        if self.options.tree_candidates:
+            self._keep_trees(hidden.unflatten(0, (number, draws)))
+        rows = hidden[::draws, :width].flatten(0, 1)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def draft(
@@ -145,6 +156,32 @@ class SglangDraftModel(nn.Module):
         seeds = torch.zeros_like(positions)
         return self.step.hidden(self.context, positions, seeds=seeds, num_draws=draws)
 
+    def reserve_trees(self, number: int) -> None:
+        """Keep room for the trees of so many requests, which captured graphs write to."""
+        width, device = self.block_size + 1, self.step.embedding.device
+        empty = torch.zeros((number, 1, width), dtype=torch.int64, device=device)
+        trees = build_trees(empty[..., 1:], width)
+        self._graph_trees = Trees(*(rows.clone() for rows in trees))
+
+    def _keep_trees(self, hidden: Tensor) -> None:
+        """Build the trees of candidates' hidden states (B, draws, K, D)."""
+        number, draws, slots = hidden.shape[:3]
+        logits = self.step.logits(hidden).flatten(0, 2)
+        tokens = likeliest(logits, self.step.token_ids).view(number, draws, slots)
+        trees, kept = build_trees(tokens, slots + 1), self._graph_trees
+        if kept is None or len(kept.tokens) < number:
+            self._trees = trees
+            return
+        for rows, new in zip(kept, trees, strict=True):
+            rows[:number].copy_(new)
+
+    def trees(self, number: int) -> Trees:
+        """The trees of the last pass, of so many requests."""
+        kept = self._graph_trees
+        trees = self._trees if kept is None or len(kept.tokens) < number else kept
+        assert trees is not None
+        return Trees(*(rows[:number] for rows in trees))
+
     def compute_base_logits(self, hidden: Tensor) -> tuple[Tensor, None]:
         """Draft logits (rows, V) for hidden states (rows, D), minus infinity for tokens that are
         not drafted; and nothing for a confidence head."""
@@ -157,6 +194,13 @@ class SglangDraftModel(nn.Module):
 
     def prune_to_ctx_kv_injection(self) -> None:
         """Keep what writes the context: all of it is shared with drafting."""
+
+
+def tree_draws(options: DraftOptions, number: int) -> int:
+    """Candidates that are drafted for each of so many requests."""
+    if not options.tree_candidates:
+        return 1
+    return max(1, min(options.tree_candidates, options.tree_budget // number))
 
 
 def _markov_head(vocab_size: int) -> Any:

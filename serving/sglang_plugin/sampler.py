@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flashmap.kernels.sampling import (
+    likeliest,
     sample_tokens,
-    triton_argmax_tokens,
     triton_sample_tokens,
 )
 
@@ -48,7 +48,7 @@ class BlockSampler:
         logits, rows = self._model.step.logits(hidden_states), len(hidden_states)
         token_ids = self._model.step.token_ids
         if not self.folded_sampling:
-            self.out[:rows].copy_(_likeliest(logits, token_ids))
+            self.out[:rows].copy_(likeliest(logits, token_ids))
             return
         assert self.temperatures is not None
         assert self.greedy_mask is not None
@@ -61,12 +61,6 @@ class BlockSampler:
         )
         draw = _draw_fused if self._fused else _draw
         self.out[:rows].copy_(draw(logits, temperatures, greedy, token_ids))
-
-
-def _likeliest(logits: Tensor, token_ids: Tensor) -> Tensor:
-    if logits.is_cuda:
-        return triton_argmax_tokens(logits, token_ids)
-    return token_ids[logits.argmax(dim=-1)]
 
 
 def _draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, token_ids: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from flashmap.serving.drafter import (
 )
 from flashmap.serving.options import read_options
 
+TREE_VERSIONS = ("0.5.20",)
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 
@@ -24,12 +25,13 @@ def checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapped(server_args: Any, *args: Any, **kwargs: Any) -> Any:
+        import sglang
         from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
         settings = resolving_view(server_args)
         raw = _flashmap_draft(settings)
         if raw is not None:
-            check(settings, model_config_of(server_args), raw)
+            check(settings, model_config_of(server_args), raw, sglang.__version__)
         return original(server_args, *args, **kwargs)
 
     return wrapped
@@ -47,14 +49,17 @@ def _flashmap_draft(settings: Any) -> dict[str, Any] | None:
     return raw if is_flashmap(raw) else None
 
 
-def check(settings: Any, target: Any, raw: dict[str, Any]) -> None:
-    """Compare sglang's arguments and its configuration of the target with a drafter's config.json.
+def check(settings: Any, target: Any, raw: dict[str, Any], version: str) -> None:
+    """Compare sglang's arguments and its configuration of the target with a drafter's config.json;
+    `version` is sglang's.
 
     Raises:
         ValueError: what is asked for cannot be served.
     """
     options, config = read_options(), draft_config(raw)
-    config.grid(options.num_steps)
+    grid = config.grid(options.num_steps)
+    if options.tree_candidates:
+        _check_trees(len(grid) - 1, version)
     size = settings.speculative_dspark_block_size
     if size is not None and size > config.block_size:
         raise ValueError(
@@ -73,6 +78,19 @@ def check(settings: Any, target: Any, raw: dict[str, Any]) -> None:
         settings.speculative_draft_model_path,
         settings.speculative_draft_model_revision,
     )
+
+
+def _check_trees(num_steps: int, version: str) -> None:
+    if num_steps > 1:
+        raise ValueError(
+            f"tree_candidates drafts in one jump, and num_steps is {num_steps}: ask for one of"
+            " them."
+        )
+    if not version.startswith(TREE_VERSIONS):
+        raise ValueError(
+            f"tree_candidates is for sglang {', '.join(TREE_VERSIONS)}, and this is {version}:"
+            " leave it out, or install that version."
+        )
 
 
 def _check_pool(settings: Any) -> None:
