@@ -1,6 +1,6 @@
 """The drafter's weights as engines load them, and what the fused step is made of."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,10 +58,15 @@ def fold_options(
 
 
 def fold(
-    drafter: Any, embed_tokens: Any, lm_head: Any, max_length: int, **options: Any
+    drafter: Any,
+    embed_tokens: Any,
+    lm_head: Any,
+    max_length: int,
+    step: Callable[..., FusedStep] = FusedStep,
+    **options: Any,
 ) -> FusedStep:
     """The fused step of a drafter and its target's modules, of which the first V rows count;
-    `options` are those of `FusedStep`.
+    `options` are those of `step`.
 
     Raises:
         ValueError: the target's embedding or head is quantised, and see `FusedStep`.
@@ -73,7 +78,7 @@ def fold(
             " load the target with its embedding unquantised."
         )
     embedding = embedding[: drafter.config.vocab_size]
-    return FusedStep(drafter, embedding, dense_head(lm_head), max_length, **options)
+    return step(drafter, embedding, dense_head(lm_head), max_length, **options)
 
 
 def dense_head(lm_head: Any) -> nn.Module:

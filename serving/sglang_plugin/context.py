@@ -17,6 +17,7 @@ from flashmap.modeling.step_flashmap import FusedStep
 from flashmap.serving.paged import PageLayout
 
 logger = logging.getLogger(__name__)
+_TOLERANCE = 3e-2  # of a trial, relative to the largest number: a few units of bfloat16
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -70,42 +71,48 @@ class PoolContext:
 
 
 def select_attention(query: Tensor, key: Tensor) -> Attention:
-    """How to attend on this machine: FlashAttention 3 where sglang's kernels bring it, else Triton;
-    on a CPU plain PyTorch."""
+    """How to attend from blocks like `query` to a pool like `key` on this machine: FlashAttention 3
+    where sglang's kernels bring it and pass a trial, else Triton; on a CPU plain PyTorch."""
     if query.is_cpu:
         return paged_attention
+    reason: str | None = "the pool is in eight bits, which Triton reads without rounding queries"
     if query.dtype == key.dtype:
         try:
-            from sgl_kernel.flash_attn import is_fa3_supported
-
-            if is_fa3_supported():
-                return flash_attention()
-            reason = "this GPU, or this build of sgl_kernel, has none"
-        except ImportError as error:
-            reason = str(error)
-    else:
-        reason = "the pool is in eight bits, which Triton reads without quantising queries"
+            reason = _trial(flash_attention, query, key)
+        except Exception as error:  # noqa: BLE001 - kernels that do not fit raise what they like
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if reason is None:
+        return flash_attention
     logger.info("FlashMap's draft attends with Triton, not FlashAttention 3: %s", reason)
     return triton_paged_attention
 
 
-def flash_attention() -> Attention:
-    """FlashAttention 3 of sgl_kernel over pages of one entry; see `paged_attention`."""
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, requests: Tensor, lengths: Tensor
+) -> Tensor:
+    """Sglang's FlashAttention 3 over pages of one entry; see `paged_attention`."""
+    from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, table: Tensor, requests: Tensor, lengths: Tensor
-    ) -> Tensor:
-        rows = query.unflatten(0, (len(requests), -1)).flatten(1, 2)
-        out: Tensor = flash_attn_with_kvcache(
-            rows,
-            key.unsqueeze(1),
-            value.unsqueeze(1),
-            cache_seqlens=(lengths + 1).int(),
-            page_table=table[requests],
-            softmax_scale=query.shape[-1] ** -0.5,
-            causal=False,
-        )
-        return out.reshape(query.shape)
+    rows = query.unflatten(0, (len(requests), -1)).flatten(1, 2)
+    out: Tensor = flash_attn_with_kvcache(
+        rows,
+        key.unsqueeze(1),
+        value.unsqueeze(1),
+        cache_seqlens=(lengths + 1).int(),
+        page_table=table[requests],
+        softmax_scale=query.shape[-1] ** -0.5,
+        causal=False,
+    )
+    return out.reshape(query.shape)
 
-    return attend
+
+def _trial(attend: Attention, query: Tensor, key: Tensor) -> str | None:
+    """What is wrong with an attention on a small example, None if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [query[:1].shape, *[(40, *key.shape[1:])] * 2]
+    inputs = [torch.randn(shape, generator=generator).to(query) for shape in shapes]
+    inputs.append(torch.randperm(40, generator=generator).int().unsqueeze(0).to(query.device))
+    inputs += torch.tensor([[0], [29]], device=query.device)  # the table's row, the last entry
+    found, right = (version(*inputs) for version in (attend, paged_attention))
+    error = float((found - right).abs().max() / right.abs().max())
+    return None if error < _TOLERANCE else f"its trial is off by {error:.2g}"

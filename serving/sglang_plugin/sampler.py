@@ -53,7 +53,11 @@ class BlockSampler:
         assert self.temperatures is not None
         assert self.greedy_mask is not None
         assert self.corrected_out is not None
-        self.corrected_out[:rows].index_copy_(1, token_ids, logits.to(self.corrected_out.dtype))
+        seen = self.corrected_out[:rows]
+        if seen.shape == logits.shape:
+            seen.copy_(logits)
+        else:
+            seen.index_copy_(1, token_ids, logits.to(seen.dtype))
         drafts = rows // self._engine.gamma
         temperatures, greedy = (
             per_request[:drafts].repeat_interleave(self._engine.gamma)

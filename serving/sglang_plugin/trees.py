@@ -220,7 +220,8 @@ def full_mask(visible: Tensor, prefix: Tensor, total: int) -> Tensor:
 
 
 def _commit(worker: Any, batch: Any, trees: Trees, best: Tensor, slots: Tensor) -> Committed:
-    """Commit in sglang's table, which its scheduler writes to once this is done."""
+    """Commit in sglang's table. Its scheduler waits for the event before it frees what texts that
+    have ended left there, which it does while this round runs."""
     commit = triton_commit_trees if best.is_cuda else commit_trees
     table = worker.model_runner.req_to_token_pool.req_to_token
     committed = commit(trees, best, slots, batch.seq_lens, batch.req_pool_indices, table)

@@ -9,7 +9,9 @@ from support import golden
 from support.golden import Golden, assert_matches
 from torch import Tensor
 
+from flashmap.kernels.paged_attention import paged_attention
 from flashmap.modeling.step_flashmap import ContextRows
+from flashmap.serving.sglang_plugin import context
 from flashmap.serving.sglang_plugin.context import PoolContext
 from flashmap.serving.sglang_plugin.model import SglangDraftModel
 from flashmap.serving.weights import fold
@@ -135,3 +137,10 @@ def test_a_pool_of_another_dtype_is_refused() -> None:
     model = drafter(case, torch.float16, 1)
     with pytest.raises(ValueError, match=r"float16, and this drafter computes in torch.float32"):
         model.context.layout()
+
+
+def test_an_attention_that_is_wrong_fails_its_trial() -> None:
+    query, key = torch.zeros(3, 4, 2, 16), torch.zeros(9, 2, 16)
+    assert context._trial(paged_attention, query, key) is None
+    shifted = context._trial(lambda *inputs: paged_attention(*inputs) + 0.1, query, key)
+    assert shifted is not None and "off by" in shifted

@@ -30,10 +30,15 @@ EIGHT_BITS = {"speculative_draft_kv_cache_dtype": "fp8_e4m3"}
         ("{}", EIGHT_BITS),
         ('{"fp8_weights": true}', CHAIN),
         ('{"num_steps": 2}', CHAIN),
-        ('{"draft_vocab_size": 32, "fused_sampler": true}', {"speculative_dspark_block_size": 2}),
+        ('{"fused_sampler": true}', {"speculative_dspark_block_size": 2}),
+        ('{"tree_candidates": 4}', CHAIN),
+        ('{"tree_candidates": 4}', EAGER),
     ],
-    ids=["graphs", "eager", "eight-bit pool", "eight-bit weights", "two jumps", "two drafts"],
-)
+    ids=[
+        "graphs", "eager", "eight-bit pool", "eight-bit weights", "two jumps", "two drafts",
+        "trees", "eager trees",
+    ],
+)  # fmt: skip
 def test_right_drafts_are_accepted(
     options: str, settings: dict[str, Any], right: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +55,10 @@ def test_right_drafts_are_accepted(
     assert accepted >= drafted - len(PROMPTS) * size > 0
 
 
-@pytest.mark.parametrize("options", ["{}", '{"num_steps": 2}', '{"draft_vocab_size": 9}'])
+GREEDY = ["{}", '{"num_steps": 2}', '{"draft_vocab_size": 9}', '{"tree_candidates": 4}']
+
+
+@pytest.mark.parametrize("options", GREEDY)
 def test_greedy_text_is_plain_decodings(
     options: str, random: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def plain(random: Path) -> list[list[int]]:
     [
         ("{}", {}),
         ('{"draft_vocab_size": 9}', {"speculative_dspark_block_size": 2}),
-        ('{"num_steps": 2}', {"chunked_prefill_size": 8, "page_size": 4}),
+        ('{"num_steps": 2, "jump_bank_size": 64}', {"chunked_prefill_size": 8, "page_size": 4}),
     ],
     ids=["default", "restricted", "chunked"],
 )
@@ -46,8 +46,11 @@ def test_greedy_text_is_the_targets(
         assert texts(llm, PROMPTS[2:], temperature=0, max_new_tokens=LENGTH) == plain[2:]
 
 
-@pytest.mark.parametrize("size", [BLOCK, 2])
-def test_right_drafts_are_accepted(size: int, right: Path) -> None:
+@pytest.mark.parametrize(("size", "options"), [(BLOCK, "{}"), (2, '{"num_steps": 2}')])
+def test_right_drafts_are_accepted(
+    size: int, options: str, right: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, options)
     with engine(right, True, speculative_dspark_block_size=size) as llm:
         answers = ask(llm, PROMPTS, temperature=0, max_new_tokens=LENGTH)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
