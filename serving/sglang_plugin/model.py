@@ -67,6 +67,7 @@ class SglangDraftModel(nn.Module):
     def bind(self, runner: Any, target: Any) -> None:
         """Know sglang's runner of the draft, and its configuration of the target."""
         self._runner = runner
+        self._logits_width: int = target.vocab_size  # which may be padded
         # The last verify windows reach beyond the longest text.
         self._max_length: int = target.context_len + 4 * (self.block_size + 1)
 
@@ -92,7 +93,7 @@ class SglangDraftModel(nn.Module):
         self._graph_trees: Trees | None = None
         # What the worker sizes its buffers by.
         logits = torch.empty(0, dtype=lm_head.weight.dtype, device=lm_head.weight.device)
-        self.lm_head = SimpleNamespace(weight=logits, bias=None, org_vocab_size=self._vocab_size)
+        self.lm_head = SimpleNamespace(weight=logits, bias=None, org_vocab_size=self._logits_width)
         del self.drafter
 
     def _token_ids(self, options: DraftOptions) -> Tensor | None:
@@ -187,10 +188,10 @@ class SglangDraftModel(nn.Module):
         return Trees(*(rows[:number] for rows in trees))
 
     def compute_base_logits(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Draft logits (rows, V) for hidden states (rows, D), minus infinity for tokens that are
-        not drafted; and nothing for a confidence head."""
+        """Draft logits of all the target's tokens for hidden states (rows, D), minus infinity for
+        those that are not drafted; and nothing for a confidence head."""
         logits = self.step.logits(hidden)
-        return spread_logits(logits, self.step.token_ids, self._vocab_size), None
+        return spread_logits(logits, self.step.token_ids, self._logits_width), None
 
     def forward_embed(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens. That there is such a method tells sglang to stage none."""

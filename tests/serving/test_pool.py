@@ -120,6 +120,17 @@ def test_drafts_are_the_models_own() -> None:
 
 
 @torch.no_grad()
+def test_tokens_that_only_the_target_has_are_not_drafted() -> None:
+    case = golden.load("tiny-fp32")
+    model = drafter(case, torch.float32, 1)
+    model._logits_width = case.model.config.vocab_size + 3
+    hidden = torch.randn(4, case.model.config.hidden_size)
+    logits, _ = model.compute_base_logits(hidden)
+    assert logits[:, :-3].equal(model.step.logits(hidden))
+    assert logits[:, -3:].eq(float("-inf")).all()
+
+
+@torch.no_grad()
 def test_a_pool_in_eight_bits_drafts_nearly_the_same() -> None:
     case = golden.load("tiny-fp32")
     found = []

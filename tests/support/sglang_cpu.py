@@ -13,7 +13,6 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +118,5 @@ def pretend() -> None:
     from sglang.srt.arg_groups import speculative_hook
 
     cache_locs._is_cuda = True
-    handle: Callable[[Any], Any] = speculative_hook._handle_dspark
     view = speculative_hook.resolving_view
-
-    @functools.wraps(handle)
-    def wrapped(server_args: Any) -> Any:
-        speculative_hook.resolving_view = lambda arguments: _OnCuda(view(arguments))
-        try:
-            return handle(server_args)
-        finally:
-            speculative_hook.resolving_view = view
-
-    speculative_hook._handle_dspark = wrapped
+    speculative_hook.resolving_view = lambda server_args: _OnCuda(view(server_args))

@@ -9,6 +9,8 @@ from typing import Any
 
 from . import sglang_cpu
 
+PROMPTS = [[3, 9, 30], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+LENGTH = 9  # interpreted kernels are slow
 _SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "attention_backend": "triton",
     "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True,

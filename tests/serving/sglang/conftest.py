@@ -38,3 +38,12 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
     counts = torch.arange(engine_pairs.VOCAB).flip(0)
     write_draft_vocab(pair / "draft" / "draft_vocab.safetensors", counts, {})
     return pair
+
+
+@pytest.fixture(scope="session")
+def plain(random: Path) -> list[list[int]]:
+    """What the random target says to `PROMPTS` by itself."""
+    from support.sglang_engines import LENGTH, PROMPTS, engine, texts
+
+    with engine(random) as llm:
+        return texts(llm, PROMPTS, temperature=0, max_new_tokens=LENGTH)

@@ -5,19 +5,9 @@ from pathlib import Path
 
 import pytest
 from support.engine_pairs import BLOCK, next_token
-from support.sglang_engines import acceptance, ask, engine, texts
+from support.sglang_engines import LENGTH, PROMPTS, acceptance, ask, engine, texts
 
 from flashmap.serving.options import VARIABLE
-
-PROMPTS = [[3, 9, 30], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
-LENGTH = 11
-
-
-@pytest.fixture(scope="module")
-def plain(random: Path) -> list[list[int]]:
-    """What the random target says by itself."""
-    with engine(random) as llm:
-        return texts(llm, PROMPTS, temperature=0, max_new_tokens=LENGTH)
 
 
 @pytest.mark.parametrize(
