@@ -17,7 +17,7 @@ from .view import FlashMapReleaseConfig
 # Version of sglang to how it was tried.
 VERSIONS = {
     "0.5.20": "run on a CPU",
-    "0.5.21": "compared by its signatures",
+    "0.5.21": "run on a CPU",
     "0.5.22": "compared by its signatures",
     "0.5.23": "compared by its signatures",
 }

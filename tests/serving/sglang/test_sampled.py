@@ -3,6 +3,7 @@ logit is 6 for one token and 0 for the others."""
 
 from pathlib import Path
 
+import pytest
 import torch
 from support import engine_pairs
 from support.chi_square import joint_counts, p_value
@@ -31,9 +32,10 @@ def expected() -> Tensor:
     return joint
 
 
+@pytest.mark.slow  # interpreted kernels, for many requests
 def test_sampled_text_has_the_targets_distribution(tmp_path: Path) -> None:
     pair = engine_pairs.write_right(tmp_path, logit=LOGIT, certainty=0.4)
-    few = {"speculative_dspark_block_size": 2}  # interpreted kernels are slow
+    few = {"speculative_dspark_block_size": 2}
     with engine(pair, True, max_running_requests=64, **few) as llm:
         answers = ask(llm, [PROMPT] * SAMPLES, temperature=TEMPERATURE, max_new_tokens=LENGTH)
     drafted, accepted = acceptance(answers)
