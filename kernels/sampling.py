@@ -131,6 +131,13 @@ def triton_argmax_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
     return _best_tokens(logits, token_ids, None)
 
 
+def likeliest(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """token_ids[logits.argmax(1)], int64 (R), the fastest way on the device of `logits` (R, S)."""
+    if logits.is_cuda:
+        return triton_argmax_tokens(logits, token_ids)
+    return token_ids[logits.argmax(dim=1)]
+
+
 def triton_sample_tokens(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor
 ) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 VARIABLE = "FLASHMAP_OPTIONS"
+LEAST = {"jump_bank_size": 0, "jump_top": 1, "tree_candidates": 0, "tree_budget": 1}
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class DraftOptions:
         fp8_weights: keep the drafter's large weights in eight bits.
         fold_noise: draw the noise in one product less; None: where one jump is made. Drafts have
             the same distribution and are other ones than the model's own for the same seed.
+        fused_sampler: sglang draws a block's tokens in one kernel that makes its noise as it reads.
+        jump_bank_size: draws of noise that sglang keeps for drafts in several jumps, see
+            serving/bank.py; 0: exact jumps, over the whole vocabulary.
+        jump_top: tokens of each jump's prediction that go on with a bank.
+        tree_candidates: most blocks that sglang drafts side by side for a tree; 0: no trees.
+        tree_budget: blocks that it drafts for all requests of a batch, if that is fewer each.
 
     Raises:
         ValueError: a value has another type, or is out of range.
@@ -33,6 +40,11 @@ class DraftOptions:
     kernels: str = "auto"
     fp8_weights: bool = False
     fold_noise: bool | None = None
+    fused_sampler: bool = False
+    jump_bank_size: int = 8192
+    jump_top: int = 16
+    tree_candidates: int = 0
+    tree_budget: int = 32
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "draft_vocab_size"):
@@ -40,10 +52,15 @@ class DraftOptions:
             counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if value is not None and not counts:
                 raise _refusal(name, value, "a whole number of at least 1, or null")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise _refusal(name, value, f"a whole number of at least {least}")
         if not isinstance(self.kernels, str):
             raise _refusal("kernels", self.kernels, "a string")
-        if not isinstance(self.fp8_weights, bool):
-            raise _refusal("fp8_weights", self.fp8_weights, "true or false")
+        for name in ("fp8_weights", "fused_sampler"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "true or false")
         if self.fold_noise not in (None, True, False):
             raise _refusal("fold_noise", self.fold_noise, "true, false or null")
 

@@ -122,6 +122,7 @@ def test_knobs_of_serving() -> None:
     assert VARIABLE == "FLASHMAP_OPTIONS"
     assert list(inspect.signature(DraftOptions).parameters) == [
         "num_steps", "draft_vocab_size", "kernels", "fp8_weights", "fold_noise",
+        "fused_sampler", "jump_bank_size", "jump_top", "tree_candidates", "tree_budget",
     ]  # fmt: skip
 
 
@@ -142,6 +143,27 @@ def test_what_is_hooked_in_vllm() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {
         "flashmap": "flashmap.serving.vllm_plugin.register:register"
+    }
+
+
+def test_what_is_hooked_in_sglang() -> None:
+    from flashmap.serving.sglang_plugin.hooks import ENTRIES, HOOKS, VERSIONS, WORKER_HOOKS
+
+    assert list(VERSIONS) == ["0.5.20", "0.5.21", "0.5.22", "0.5.23"]
+    assert [hook.name for hook in (*HOOKS, *WORKER_HOOKS)] == [
+        "_handle_dspark",
+        "get_model_architecture",
+        "build_draft_tp_worker",
+        "DSparkWorkerV2.init_cuda_graphs",
+        "DSparkWorkerV2._maybe_build_draft_sampler",
+        "DSparkWorkerV2._forward_decode",
+        "resolve_dflash_verify_mask_policy",
+        "Scheduler._add_request_to_queue",
+    ]
+    assert [entry.name for entry in ENTRIES] == ["_CONFIG_REGISTRY"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {
+        "flashmap": "flashmap.serving.sglang_plugin.register:register"
     }
 
 

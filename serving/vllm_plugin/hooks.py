@@ -1,19 +1,16 @@
 """What is hooked in vLLM: every name that is replaced and every table that is added to, with the
-versions it was tried on and the reason.
-
-Hooks hand on what they are given; the engines of other drafts take their own way unchanged.
-"""
+versions it was tried on and the reason."""
 
 import functools
-import importlib
-import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from flashmap.serving import hooking
+from flashmap.serving.drafter import ARCHITECTURE, KIND
+from flashmap.serving.hooking import Entry, Hook, Undo
+
 from .start import as_dflash, filling, handing_over, making_room
-from .view import ARCHITECTURE, KIND, FlashMapReleaseConfig, fill_speculators
+from .view import FlashMapReleaseConfig, fill_speculators
 
 # Version of vLLM to how it was tried.
 VERSIONS = {
@@ -21,39 +18,6 @@ VERSIONS = {
     "0.32": "run on a CPU",
     "0.33": "compared by its signatures",
 }
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-Undo = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One function of vLLM that is wrapped.
-
-    Attributes:
-        module: where it is defined.
-        name: its name there, dotted for a method.
-        parameters: of those that it has to have, the names.
-        wrapper: from the function to its replacement.
-        why: what the replacement is for.
-        bound: modules that may have imported it by name.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    wrapper: Wrapper
-    why: str
-    bound: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One entry of a table or a set of vLLM that is added."""
-
-    module: str
-    name: str
-    value: Any
-    why: str
 
 
 def choosing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,27 +78,26 @@ ENTRIES = (
     Entry(
         "vllm.transformers_utils.config",
         "_CONFIG_REGISTRY",
+        KIND,
         FlashMapReleaseConfig,
         "a config.json of model_type flashmap is read by us, and runs no code of the release",
     ),
     Entry(
         "vllm.transformers_utils.config",
         "_SPECULATIVE_DECODING_CONFIGS",
+        KIND,
         None,
         "such a config.json is of a draft",
     ),
     Entry(
         "vllm.transformers_utils.configs.speculators.algos",
         "SUPPORTED_SPECULATORS_TYPES",
+        KIND,
         fill_speculators,
         "configurations of the speculators library",
     ),
 )
 MODEL = "flashmap.serving.vllm_plugin.model:VllmDraftModel"
-
-
-class Unfit(Exception):  # noqa: N818 - it is a finding, handled where it is raised
-    """This vLLM lacks what a hook needs."""
 
 
 def install() -> list[Undo]:
@@ -143,52 +106,9 @@ def install() -> list[Undo]:
     Raises:
         Unfit: this vLLM is not the one that the hooks were made for.
     """
-    hooks = [(hook, *_find(hook.module, hook.name)) for hook in HOOKS]
-    tables = [(entry, _find(entry.module, entry.name)[2]) for entry in ENTRIES]
-    for hook, _, _, function in hooks:
-        missing = set(hook.parameters) - inspect.signature(function).parameters.keys()
-        if missing:
-            raise Unfit(f"{hook.module}.{hook.name} has no {', '.join(sorted(missing))}")
-    undo: list[Undo] = []
-    for hook, holder, attribute, function in hooks:
-        undo += _replace(hook, holder, attribute, function)
-    for entry, table in tables:
-        undo.append(_add(table, entry.value))
+    undo = hooking.install(HOOKS, ENTRIES)
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     undo.append(lambda: ModelRegistry.models.pop(ARCHITECTURE, None))
     return undo
-
-
-def _find(module: str, name: str) -> tuple[Any, str, Any]:
-    """What holds `name`, its last part, and the value."""
-    try:
-        holder: Any = importlib.import_module(module)
-        *path, attribute = name.split(".")
-        for part in path:
-            holder = getattr(holder, part)
-        return holder, attribute, getattr(holder, attribute)
-    except (ImportError, AttributeError) as error:
-        raise Unfit(f"{module}.{name} is not there ({error})") from error
-
-
-def _replace(hook: Hook, holder: Any, attribute: str, function: Any) -> list[Undo]:
-    static = inspect.getattr_static(holder, attribute)
-    inner = static.__func__ if isinstance(static, classmethod) else function
-    wrapped: Any = hook.wrapper(inner)
-    places = [holder]
-    places += [sys.modules[name] for name in hook.bound if name in sys.modules]
-    undo: list[Undo] = []
-    for place in places:
-        undo.append(functools.partial(setattr, place, attribute, static))
-        setattr(place, attribute, classmethod(wrapped) if inner is not function else wrapped)
-    return undo
-
-
-def _add(table: Any, value: Any) -> Undo:
-    if isinstance(table, set):
-        table.add(KIND)
-        return functools.partial(table.discard, KIND)
-    table[KIND] = value
-    return functools.partial(table.pop, KIND, None)

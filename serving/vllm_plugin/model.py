@@ -18,12 +18,9 @@ from flashmap.kernels.paged import vllm_layout
 from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 from flashmap.modeling.step_flashmap import ContextRows, FusedStep
-from flashmap.release.tables import TABLES, TARGETS
+from flashmap.serving.drafter import KIND
 from flashmap.serving.paged import PageLayout, committed, gathered_attention
-
-from .view import KIND
-
-_RANKING = ("ids", "counts")  # of draft_vocab.safetensors, which lies beside the weights
+from flashmap.serving.weights import fold, load_tensors, spread_logits
 
 
 class VllmContext:
@@ -122,25 +119,8 @@ class VllmDraftModel(nn.Module):
         Raises:
             ValueError: one is missing, unknown or of another shape.
         """
-        own, problems, found = self.drafter.state_dict(), [], set()
-        for name, tensor in weights:
-            if name in TABLES:
-                self.tables[name] = tensor.cpu()
-            elif name not in own:
-                problems += [] if name in (*TARGETS, *_RANKING) else [f"unknown: {name}"]
-            elif own[name].shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-                problems.append(f"{name} is {shapes}")
-            else:
-                own[name].copy_(tensor)
-            found.add(name)
-        problems += [f"missing: {name}" for name in own if name not in found]
-        if problems:
-            raise ValueError(
-                f"{len(problems)} tensors of the FlashMap drafter do not belong to its config.json"
-                f" ({'; '.join(problems[:3])}): fetch or build the release again."
-            )
-        return {f"drafter.{name}" for name in own}
+        self.tables = load_tensors(self.drafter, weights)
+        return {f"drafter.{name}" for name in self.drafter.state_dict()}
 
     def fold(self, max_length: int, seeds: Tensor, requests: Tensor, **options: Any) -> None:
         """Make the fused step for anchors at 0 .. max_length - 1; `options` are those of
@@ -149,14 +129,8 @@ class VllmDraftModel(nn.Module):
         `seeds` holds a seed a request, `requests` (R) the request of each row, below 0 for padding;
         vLLM changes both in place.
         """
-        embedding: Any = getattr(self.model.embed_tokens, "weight", None)
-        if not _is_dense(embedding):
-            raise ValueError(
-                "The target's token embedding is quantised, and FlashMap draws its noise by it:"
-                " load the target with its embedding unquantised."
-            )
-        embedding, head = embedding[: self._vocab_size], dense_head(self.lm_head)
-        self.step = FusedStep(self.drafter, embedding, head, max_length, **options)
+        embed_tokens = self.model.embed_tokens
+        self.step = fold(self.drafter, embed_tokens, self.lm_head, max_length, **options)
         self.context = VllmContext(self.step, list(self.attention))
         self._seeds, self._requests = seeds, requests
         del self.drafter
@@ -208,34 +182,12 @@ class VllmDraftModel(nn.Module):
         """Draft logits (rows, V) for hidden states (rows, D): minus infinity for tokens that are
         not drafted."""
         logits = self.step.logits(hidden_states)
-        if logits.shape[-1] == self._vocab_size:
-            return logits
-        whole = logits.new_full((len(logits), self._vocab_size), float("-inf"))
-        return whole.index_copy_(1, self.step.token_ids, logits)
+        return spread_logits(logits, self.step.token_ids, self._vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens: the target's."""
         embeds: Tensor = self.model.embed_tokens(input_ids)
         return embeds
-
-
-def dense_head(lm_head: Any) -> nn.Module:
-    """VLLM's vocabulary head as a linear layer over the same weight, or as it is where it holds
-    packed numbers, which `FusedStep` refuses."""
-    weight: Any = getattr(lm_head, "weight", None)
-    if not _is_dense(weight):
-        module: nn.Module = lm_head
-        return module
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    bias = getattr(lm_head, "bias", None)
-    if isinstance(bias, Tensor):
-        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return linear
-
-
-def _is_dense(weight: Any) -> bool:
-    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
 
 
 def _require_v2_runner(vllm_config: Any) -> None:

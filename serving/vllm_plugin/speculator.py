@@ -12,12 +12,11 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
 
 from flashmap.release.tables import chosen_tokens
+from flashmap.serving.drafter import KIND, likeliest_tokens
 from flashmap.serving.options import DraftOptions, read_options
-from flashmap.vocabulary import read_draft_vocab
+from flashmap.serving.weights import fold_options
 
 from .model import VllmDraftModel
-from .start import ranking_file
-from .view import KIND
 
 BACKENDS = ("FLASH_ATTN", "CPU_ATTN")
 
@@ -58,17 +57,8 @@ class FlashMapSpeculator(DFlashSpeculator):
         """The draft model, folded with the target's vocabulary."""
         model: VllmDraftModel = load_dflash_model(target_model, self.vllm_config)
         options = read_options()
-        one_jump = len(model.drafter.config.grid(options.num_steps)) == 2
-        model.fold(
-            self.max_model_len,
-            self.seeds,
-            self.sample_idx_mapping,
-            num_steps=options.num_steps,
-            token_ids=self._token_ids(model, options),
-            kernels=options.kernels,
-            fp8_weights=options.fp8_weights,
-            fold_noise=one_jump if options.fold_noise is None else options.fold_noise,
-        )
+        chosen = fold_options(model.drafter.config, options, self._token_ids(model, options))
+        model.fold(self.max_model_len, self.seeds, self.sample_idx_mapping, **chosen)
         return model
 
     def _token_ids(self, model: VllmDraftModel, options: DraftOptions) -> Tensor | None:
@@ -79,9 +69,9 @@ class FlashMapSpeculator(DFlashSpeculator):
             return None
         if model.tables and size == view.draft_vocab_size:
             return chosen_tokens(model.tables, view.vocab_size)
-        path = ranking_file(self.speculative_config.model, self.speculative_config.revision)
-        assert path is not None, "start.check_vocabulary has found it"
-        return read_draft_vocab(path)[:size].sort().values
+        return likeliest_tokens(
+            size, self.speculative_config.model, self.speculative_config.revision
+        )
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft; from then on a block's K rows are prepared, whatever N is."""

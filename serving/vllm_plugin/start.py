@@ -6,15 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.hub import cached_file
-
-from flashmap.modeling.configuration_flashmap import FlashMapConfig
-from flashmap.serving.options import DraftOptions, read_options
-from flashmap.vocabulary import FILE
-
-from .view import ARCHITECTURE, draft_config, is_flashmap, read_config
-
-_TABLES = "speculators_model_type"  # such checkpoints keep the table among the weights
+from flashmap.serving.drafter import (
+    ARCHITECTURE,
+    check_one_gpu,
+    check_target,
+    check_vocabulary,
+    draft_config,
+    is_flashmap,
+    read_config,
+)
+from flashmap.serving.options import read_options
 
 
 def filling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +115,8 @@ def fill(speculative: Any, raw: dict[str, Any]) -> None:
         )
     speculative.method = "dflash"
     _check_parallel(speculative.target_parallel_config)
-    _check_target(config, speculative.target_model_config)
+    target = speculative.target_model_config
+    check_target(config, target.hf_text_config, target.model)
     check_vocabulary(config, options, raw, speculative.model, speculative.revision)
 
 
@@ -125,58 +127,4 @@ def _check_parallel(parallel: Any) -> None:
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     ):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise ValueError(
-                f"{name} is {size}: a FlashMap drafter reads the target's whole embedding and"
-                f" vocabulary head, so it serves a target on one GPU. Give {flag} 1."
-            )
-
-
-def _check_target(config: FlashMapConfig, target: Any) -> None:
-    """Does the target have the vocabulary, the width and the layers that the drafter was trained
-    on?"""
-    text = target.hf_text_config
-    layers = text.num_hidden_layers
-    if text.vocab_size < config.vocab_size:
-        found = f"drafts from {config.vocab_size} tokens and the target has {text.vocab_size}"
-    elif text.hidden_size != config.target_hidden_size:
-        found = f"reads states of {config.target_hidden_size} numbers, not {text.hidden_size}"
-    elif config.target_layer_ids[-1] >= layers:
-        found = f"reads layer {config.target_layer_ids[-1]} and the target's last is {layers - 1}"
-    else:
-        return
-    raise ValueError(
-        f"This FlashMap drafter {found}: it was trained for {config.target_model}, and"
-        f" {target.model} is another model."
-    )
-
-
-def check_vocabulary(
-    config: FlashMapConfig,
-    options: DraftOptions,
-    raw: dict[str, Any],
-    model: str,
-    revision: str | None,
-) -> None:
-    """Raise ValueError if fewer tokens are to be drafted than there are and nothing says which."""
-    stated = getattr(config, "draft_vocab_size", None)
-    size = options.draft_vocab_size or stated or config.vocab_size
-    if size > config.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size is {size}, and the drafter knows {config.vocab_size} tokens."
-        )
-    tables = _TABLES in raw and size == stated
-    if size < config.vocab_size and not tables and ranking_file(model, revision) is None:
-        raise ValueError(
-            f"{size} of {config.vocab_size} tokens are to be drafted and {model} holds no {FILE},"
-            " which says which: make it with `flashmap release vocab`, or fetch the release again."
-        )
-
-
-def ranking_file(model: str, revision: str | None) -> str | None:
-    """Path of a release's ranking of tokens, None if it has none."""
-    path: str | None = cached_file(
-        model, FILE, revision=revision, _raise_exceptions_for_missing_entries=False
-    )
-    return path
+        check_one_gpu(name, getattr(parallel, name, 1), flag)

@@ -6,41 +6,7 @@ Nothing here needs vLLM to be importable, so that it can be tested without.
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
-
-from flashmap.modeling.configuration_flashmap import FlashMapConfig
-from flashmap.release.foreign import own_fields, translate
-
-ARCHITECTURE = "FlashMapDraftModel"
-KIND = "flashmap"  # model_type of a release, speculators_model_type of a speculators checkpoint
-_POSITIONS = 131072  # where a release does not say: the drafter has no limit of its own
-
-
-def is_flashmap(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a FlashMap drafter's, in either vocabulary."""
-    return KIND in (raw.get("model_type"), raw.get("speculators_model_type"))
-
-
-def read_config(model: str, revision: str | None) -> dict[str, Any]:
-    """The config.json of a folder or a Hub id; OSError if there is none."""
-    raw: dict[str, Any] = PretrainedConfig.get_config_dict(model, revision=revision)[0]
-    return raw
-
-
-def draft_config(raw: Mapping[str, Any]) -> FlashMapConfig:
-    """The drafter's own configuration.
-
-    Raises:
-        ValueError: the release is of a flow whose jumps were not trained, or a field is not valid.
-    """
-    fields, _ = translate(raw)
-    if fields.get("flow_map") is False:
-        raise ValueError(
-            "flow_map is false in config.json: this checkpoint is of training's first stage, whose"
-            " jumps are not trained. Serve the checkpoint of the last stage."
-        )
-    config: FlashMapConfig = FlashMapConfig.from_dict(fields)
-    return config
+from flashmap.serving.drafter import common_fields, draft_config, read_config
 
 
 def draft_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,24 +16,7 @@ def draft_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: see `draft_config`.
     """
     config = draft_config(raw)
-    same = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "vocab_size",
-        "rms_norm_eps",
-        "target_hidden_size",
-        "block_size",
-    )
-    return {name: getattr(config, name) for name in same} | {
-        "architectures": [ARCHITECTURE],
-        "num_key_value_heads": config.num_attention_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "gelu",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or _POSITIONS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    return common_fields(config) | {
         # vLLM counts the inputs of layers, the output of the last tap's layer being one more.
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         # Slots carry no token of their own; causal false asks for attention to all of the context.
@@ -76,8 +25,6 @@ def draft_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
             "target_layer_ids": config.target_layer_ids,
             "causal": False,
         },
-        "draft_vocab_size": getattr(config, "draft_vocab_size", None) or config.vocab_size,
-        KIND: {name: getattr(config, name) for name in own_fields()},
     }
 
 

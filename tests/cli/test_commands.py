@@ -303,8 +303,8 @@ def test_doctor(run: Run) -> None:
         ("vllm", "0.32.1", True, "plugin was run on a CPU with it"),
         ("vllm", "0.33.0", True, "compared by its signatures"),
         ("vllm", "0.3", False, "plugin serves 0.31"),
-        ("sglang", "0.5.23", False, "no plugin .*planned for this version"),
-        ("sglang", "0.5.2", False, "no plugin .*planned for 0.5.20"),
+        ("sglang", "0.5.23", True, "plugin was compared by its signatures with it"),
+        ("sglang", "0.5.2", False, "plugin serves 0.5.20, 0.5.21"),
     ],
 )
 def test_doctor_on_engines(

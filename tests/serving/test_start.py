@@ -11,9 +11,10 @@ import torch
 from support import checkpoints, engine_pairs
 from support.engine_pairs import BLOCK, VOCAB, WIDTH
 
+from flashmap.serving.drafter import read_config
 from flashmap.serving.options import VARIABLE, DraftOptions, read_options
 from flashmap.serving.vllm_plugin import start
-from flashmap.serving.vllm_plugin.view import draft_fields, fill_speculators, read_config
+from flashmap.serving.vllm_plugin.view import draft_fields, fill_speculators
 from flashmap.vocabulary import write_draft_vocab
 
 
@@ -134,6 +135,9 @@ def test_what_cannot_be_served_is_refused(case: str, draft: Path) -> None:
         ('{"fp8_weights": 1}', "fp8_weights=1 is not valid"),
         ('{"fold_noise": "no"}', "fold_noise='no' is not valid"),
         ('{"kernels": null}', "kernels=None is not valid"),
+        ('{"fused_sampler": 1}', "fused_sampler=1 is not valid"),
+        ('{"tree_candidates": -1}', "tree_candidates=-1 is not valid.*at least 0"),
+        ('{"jump_top": 0}', "jump_top=0 is not valid.*at least 1"),
     ],
 )
 def test_bad_options(text: str, words: str, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

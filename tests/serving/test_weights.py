@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import toys
+from support import golden, toys
 from torch import Tensor, nn
 
-from flashmap.serving.vllm_plugin.model import VllmDraftModel, dense_head
+from flashmap.serving.vllm_plugin.model import VllmDraftModel
+from flashmap.serving.weights import dense_head, fold
 
 
 @pytest.fixture
@@ -59,3 +60,25 @@ def test_a_dense_head_is_a_linear_layer() -> None:
     assert torch.allclose(linear(x), x @ head.weight.T + 1.0)
     head.weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.int8), requires_grad=False)
     assert dense_head(head) is head
+
+
+def test_rows_beyond_the_vocabulary_are_left_out() -> None:
+    """Engines pad a target's embedding and head."""
+    case = golden.load("tiny-fp32")
+    vocab, width = case.embedding.shape
+    embedding, head = (nn.Embedding(vocab + 5, width) for _ in range(2))
+    with torch.no_grad():
+        embedding.weight[:vocab], head.weight[:vocab] = case.embedding, case.lm_head.weight
+        padded = fold(case.model, embedding, head, 16, kernels="eager")
+        plain = fold(case.model, case.embed_tokens, case.lm_head, 16, kernels="eager")
+        hidden = torch.randn(3, case.model.config.hidden_size)
+        assert padded.logits(hidden).equal(plain.logits(hidden))
+        assert padded.embedding.shape == (vocab, width)
+
+
+def test_a_quantised_embedding_is_refused() -> None:
+    case = golden.load("tiny-fp32")
+    packed = nn.Embedding(4, 4)
+    packed.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="embedding is quantised"):
+        fold(case.model, packed, case.lm_head, 16)

@@ -12,6 +12,7 @@ from support import vllm_cpu
 from support.engine_pairs import BLOCK
 from support.engines import engine
 
+from flashmap.serving import hooking, registration
 from flashmap.serving.vllm_plugin import hooks, register
 
 DEFAULTS = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}
@@ -33,9 +34,11 @@ def configure(pair: Path, draft: dict[str, Any], **settings: Any) -> Any:
 
 def hooked() -> list[Any]:
     """Everything of vLLM that the plugin touches, as it is now."""
-    functions = [hooks._find(hook.module, hook.name)[2] for hook in hooks.HOOKS]
+    functions = [hooking.find(hook.module, hook.name)[2] for hook in hooks.HOOKS]
     functions = [getattr(function, "__func__", function) for function in functions]
-    return functions + [sorted(hooks._find(entry.module, entry.name)[2]) for entry in hooks.ENTRIES]
+    return functions + [
+        sorted(hooking.find(entry.module, entry.name)[2]) for entry in hooks.ENTRIES
+    ]
 
 
 def test_a_folder_is_all_that_has_to_be_said(right: Path) -> None:
@@ -151,18 +154,20 @@ def test_an_unfit_vllm_is_told_once_and_left_alone(
     if case == "version":
         monkeypatch.setattr(vllm, "__version__", "0.99.1")
     elif case == "namesake":
-        look_up = register.metadata.version
+        look_up = registration.metadata.version
         monkeypatch.setattr(
-            register.metadata, "version", lambda name: "9" if name == "flashmap" else look_up(name)
+            registration.metadata,
+            "version",
+            lambda name: "9" if name == "flashmap" else look_up(name),
         )
     else:
         hook = hooks.HOOKS[-1]
-        changed = hooks.Hook(hook.module, hook.name, ("nothing",), hook.wrapper, hook.why)
+        changed = hooking.Hook(hook.module, hook.name, ("nothing",), hook.wrapper, hook.why)
         monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS[:-1], changed))
-    with caplog.at_level(logging.WARNING, logger=register.__name__):
+    with caplog.at_level(logging.WARNING, logger=registration.__name__):
         register.register()
     words = {"version": "0.31 .*0.32", "namesake": "flashmap 9 and flashmap-hub", "signature": "no"}
-    [record] = [record for record in caplog.records if record.name == register.__name__]
+    [record] = [record for record in caplog.records if record.name == registration.__name__]
     assert record.levelno == logging.WARNING
     assert re.search(words[case], record.getMessage())
     assert hooked() == before
