@@ -358,17 +358,17 @@ class FlashMapDraftModel(PreTrainedModel):
             state = noise.to(device=self.device, dtype=torch.float32)
         else:
             seeds = torch.tensor(draw_seeds(shape[0], seed, generator), device=self.device)
-            if len(grid) > 2:
-                state = self._state(seeds, slots, num_draws, embedding, grid, jump_bank_size)
+            if len(grid) > 2 and jump_bank_size:
+                bank = self.noise_bank(embedding, num_steps, jump_bank_size)
+                ops = select_ops(embedding.device, self.dtype, "eager")
+                state = BankState(bank, embedding, ops, seeds, slots, num_draws)
+            elif len(grid) > 2:
+                state = block_noise(seeds, slots, config.vocab_size, num_draws, torch.float32)
         for s, t in pairwise(grid):
             if state is None:
                 inputs = self._first_inputs(seeds, slots, embedding, num_draws)
-            elif isinstance(state, Tensor):
-                inputs = self.embed_state(state, s, t, embedding)
             else:
-                posterior, embeds = state.projections(self.dtype)
-                mean = self.target_constants(embedding)[0] if posterior is None else posterior
-                inputs = self.mix_state(mean, embeds, s, t).unflatten(0, rows.shape)
+                inputs = self._state_inputs(state, s, t, embedding).view(*rows.shape, -1)
             hidden = self(inputs, self.time_conditioning(s, t), rows, context, mask)
             logits = head_logits(config, lm_head, hidden, anchor_embeds.dtype)
             if state is None or t == 1.0:
@@ -377,7 +377,7 @@ class FlashMapDraftModel(PreTrainedModel):
                 delta = torch.softmax(logits.to(self.device), dim=-1, dtype=torch.float32)
                 state = advance(state, delta, s, t)
             else:
-                state.advance(logits.flatten(0, 1).to(embedding.device), s, t)
+                state.advance(logits.flatten(0, 1), s, t)
         return logits if num_draws == 1 else logits.unflatten(0, (-1, num_draws))
 
     def heeds_noise(self, num_steps: int | None = None) -> bool:
@@ -392,32 +392,23 @@ class FlashMapDraftModel(PreTrainedModel):
         several = len(self.config.grid(num_steps or None)) > 2
         return several or bool(added.abs() > _BFLOAT16_STEP * rest)
 
+    def _state_inputs(
+        self, state: Tensor | BankState, s: float, t: float, embedding: Tensor
+    ) -> Tensor:
+        """Inputs of a jump in a draft of several, one for each slot."""
+        if isinstance(state, Tensor):
+            return self.embed_state(state, s, t, embedding)
+        mean, embeds = state.projections(self.dtype)
+        if mean is None:
+            mean, _ = self.target_constants(embedding)
+        return self.mix_state(mean, embeds, s, t)
+
     def noise_bank(self, embedding: Tensor, num_steps: int | None, size: int) -> NoiseBank:
         """The bank of `size` draws for the target's `embedding` (V, H) and the jumps of a draft."""
         grid = tuple(self.config.grid(num_steps or None))
         return self._bank_memo.get(
             (grid, size), [owner(embedding)], lambda: noise_bank(embedding, grid, size)
         )
-
-    def _state(
-        self,
-        seeds: Tensor,
-        slots: Tensor,
-        num_draws: int,
-        embedding: Tensor,
-        grid: Sequence[float],
-        bank_size: int,
-    ) -> Tensor | BankState:
-        """The state that a draft in several jumps begins with."""
-        width = self.config.vocab_size
-        if bank_size == 0:
-            return block_noise(seeds, slots, width, num_draws, torch.float32)
-        bank = self.noise_bank(embedding, len(grid) - 1, bank_size)
-        device = embedding.device
-        ops = select_ops(device, embedding.dtype, "eager")
-        tokens = torch.arange(width, device=device)
-        counters = seeds.to(device), slots.to(device), num_draws
-        return BankState(bank, embedding, ops, *counters, tokens)
 
     def _first_inputs(
         self, seeds: Tensor, positions: Tensor, embedding: Tensor, num_draws: int

@@ -118,7 +118,7 @@ class BankState:
         seeds: int64 (B).
         positions: of the slots, (B, K).
         num_draws: M draws a sequence, side by side.
-        token_ids: the tokens (S) that predictions are over.
+        token_ids: the tokens (S) that predictions are over; None: all V.
         top: how many of a prediction's tokens go on.
     """
 
@@ -130,14 +130,16 @@ class BankState:
         seeds: Tensor,
         positions: Tensor,
         num_draws: int,
-        token_ids: Tensor,
+        token_ids: Tensor | None = None,
         top: int = TOP,
     ) -> None:
         self._bank, self._embedding = bank, embedding
         self._ops, self._token_ids = ops, token_ids
-        self._counters = seeds, positions, num_draws
-        self._picked: Tensor = ops.bank_rows(seeds, positions, num_draws, len(bank.noise))
-        self._top, self._time = min(top, len(token_ids)), 0.0
+        device = embedding.device
+        self._counters = seeds.to(device), positions.to(device), num_draws
+        self._picked: Tensor = ops.bank_rows(*self._counters, len(bank.noise))
+        num_tokens = len(embedding) if token_ids is None else len(token_ids)
+        self._top, self._time = min(top, num_tokens), 0.0
         self._tokens = self._picked.new_empty(len(self._picked), 0)
         self._weights = self._tokens.float()  # of the tokens in the state
 
@@ -154,8 +156,10 @@ class BankState:
 
     def advance(self, logits: Tensor, start: float, end: float) -> None:
         """See `State`; chances are not scaled up for the tokens that are left out."""
-        best = torch.softmax(logits.float(), dim=-1).topk(self._top)
+        logits = logits.to(self._embedding.device)
+        best = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(self._top)
+        tokens = best.indices if self._token_ids is None else self._token_ids[best.indices]
         old = self._weights.shape[1]
         weights, chances = F.pad(self._weights, (0, self._top)), F.pad(best.values, (old, 0))
         self._weights, self._time = advance(weights, chances, start, end), end
-        self._tokens = torch.cat((self._tokens, self._token_ids[best.indices]), dim=1)
+        self._tokens = torch.cat((self._tokens, tokens), dim=1)
