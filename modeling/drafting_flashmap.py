@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .pace_flashmap import Costs, default_costs
-from .states_flashmap import check_bank_size
+from .states_flashmap import check_bank
 from .target_flashmap import tree_obstacle, warn_once
 
 MOST_NODES = 64  # drafts of a tree
@@ -60,7 +60,7 @@ def make_drafting(
         ValueError: an argument is out of its range, or two contradict each other.
     """
     _check_numbers(num_draws, num_candidates, temperature)
-    check_bank_size(jump_bank_size)
+    check_bank(jump_bank_size)
     num_jumps = len(drafter.config.grid(num_steps or None)) - 1
     costs = _costs(drafter, target, num_jumps, adaptive)
     auto = "auto" in (num_draws, num_candidates)

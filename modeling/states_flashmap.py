@@ -14,7 +14,7 @@ hidden width, P draws in a bank.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -77,13 +77,16 @@ class NoiseBank(NamedTuple):
     log_totals: dict[float, Tensor]
 
 
-def check_bank_size(size: object) -> None:
-    """Raise ValueError if a bank of so many draws makes no sense; 0 means none."""
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MANY_DRAWS:
-        raise ValueError(
-            f"jump_bank_size={size!r} is not valid: ask for the number of noise draws to keep for"
-            f" drafts in several jumps, at most {MANY_DRAWS}, or 0 for exact ones."
-        )
+def check_bank(size: Any, top: Any = TOP) -> None:
+    """Raise ValueError if a bank of so many draws, or so many tokens a prediction, makes no sense;
+    a size of 0 means no bank."""
+    for name, number, least in (("jump_bank_size", size, 0), ("jump_topk", top, 1)):
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if not is_whole or not least <= number <= MANY_DRAWS:
+            raise ValueError(
+                f"{name}={number!r} is not valid: it must be a whole number from {least} to"
+                f" {MANY_DRAWS}; jump_bank_size=0 makes exact jumps."
+            )
 
 
 def noise_bank(embedding: Tensor, grid: Sequence[float], size: int) -> NoiseBank:

@@ -30,7 +30,7 @@ from .fused_flashmap import rope_table
 from .linear_flashmap import Fp8Linear, Linear
 from .reference_flashmap import KvLayout, kv_layout
 from .select_flashmap import select_ops
-from .states_flashmap import TOP, BankState, State, WholeState, check_bank_size
+from .states_flashmap import TOP, BankState, State, WholeState, check_bank
 
 
 class ContextRows(NamedTuple):
@@ -132,7 +132,7 @@ class FusedStep:
         self._state_norm, self._noise_norm = model.state_norm.weight, model.noise_norm.weight
         self._x_embed = few_rows(model.x_embed.weight, model.x_embed.bias)
         self._noise = noise_fold(model, embedding, self._base, few_rows) if fold_noise else None
-        check_bank_size(jump_bank_size)
+        check_bank(jump_bank_size, jump_topk)
         has_bank = jump_bank_size > 0 and len(self.jumps) > 1
         self._bank = model.noise_bank(embedding, num_steps, jump_bank_size) if has_bank else None
         self._top = jump_topk

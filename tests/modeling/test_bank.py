@@ -152,3 +152,9 @@ def test_what_is_no_size(size: Any, toy: Toy) -> None:
         toy.step(num_steps=2, jump_bank_size=size)
     with pytest.raises(ValueError, match=r"jump_bank_size=.* is not valid"):
         toys.drafter().spec_generate(toys.llama(), toys.prompt(4), jump_bank_size=size)
+
+
+@pytest.mark.parametrize("top", [0, 2.0])
+def test_what_is_no_number_of_tokens(top: Any, toy: Toy) -> None:
+    with pytest.raises(ValueError, match=r"jump_topk=.* is not valid: .* from 1 to"):
+        toy.step(num_steps=2, jump_bank_size=4, jump_topk=top)
