@@ -30,6 +30,7 @@ __all__ = [
     "rms_norm",
     "rope_table",
     "seeded_normal",
+    "seeded_normal_at",
     "seeded_uniform",
 ]
 
@@ -156,15 +157,25 @@ def seeded_normal(seeds: Tensor, positions: Tensor, num_columns: int, draw: int 
     positions.
     """
     padded = -(-num_columns // 4) * 4
-    radius, angle = (
-        seeded_uniform(seeds, positions, padded, Stream.NOISE, draw)
-        .unflatten(-1, (-1, 2))
-        .unbind(dim=-1)
-    )
+    uniforms = seeded_uniform(seeds, positions, padded, Stream.NOISE, draw)
+    return _box_muller(uniforms)[..., :num_columns]
+
+
+def seeded_normal_at(seeds: Tensor, positions: Tensor, draws: Tensor, columns: Tensor) -> Tensor:
+    """Single numbers of `seeded_normal`, float32 (R, L): row r has the `columns` (R, L) of its own
+    seed, position and draw, each (R)."""
+    stream = columns.new_zeros(()) + int(Stream.NOISE)
+    counters = (positions.unsqueeze(1), draws.unsqueeze(1), stream, seeds.unsqueeze(1))
+    words = philox(columns // 4, *counters)
+    normals = _box_muller(as_uniform(torch.stack(words, dim=-1)))
+    return normals.gather(-1, (columns % 4).unsqueeze(-1)).squeeze(-1)
+
+
+def _box_muller(uniforms: Tensor) -> Tensor:
+    """Standard normal numbers of neighbouring uniform ones (..., even), as many."""
+    radius, angle = uniforms.unflatten(-1, (-1, 2)).unbind(dim=-1)
     radius, angle = torch.sqrt(-2.0 * torch.log(radius)), angle * (2.0 * math.pi)
-    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(-2)[
-        ..., :num_columns
-    ]
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(-2)
 
 
 def draw_seeds(

@@ -5,7 +5,8 @@ None of them waits for the device, so a step made of them can be captured in a C
 table is a pair (cosines, sines), float32 (P, d / 2), a row a position.
 
 Legend: B sequences, G blocks (M noise draws a sequence: G = B M), K slots, m tokens of a target's
-pass, R rows of a step, T context entries, L layers, A heads, d head width, C columns.
+pass, R rows of a step, T context entries, L layers, A heads, d head width, C columns, V vocabulary,
+H target hidden width, P draws in a bank of noise, N tokens that predictions name.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused_flashmap import apply_rope, rms_norm, seeded_normal
+from .flow_flashmap import advance, sharpness
+from .fused_flashmap import Stream, apply_rope, philox, rms_norm, seeded_normal, seeded_normal_at
 
 Rope = tuple[Tensor, Tensor]
 FP8_MAX = 448.0  # largest number of float8_e4m3fn
@@ -235,6 +237,72 @@ def block_noise(
     return torch.stack(draws, dim=1).flatten(0, 1).to(dtype)
 
 
+def next_state(
+    state: Tensor, logits: Tensor, start: float, end: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The float32 `state` (R, V) after a jump that predicted softmax(logits), and what the next one
+    projects, (2 R, V): its posterior softmax(e x), then the state, both rounded to `dtype` once."""
+    state = advance(state, torch.softmax(logits.float(), dim=-1), start, end)
+    posterior = torch.softmax(state * sharpness(end), dim=-1)
+    return state, torch.cat((posterior.to(dtype), state.to(dtype)))
+
+
+def bank_rows(seeds: Tensor, positions: Tensor, num_draws: int, size: int) -> Tensor:
+    """Which of a bank's `size` draws each row (R = B M K) of `block_noise` takes, int64: the first
+    word of its seed, position and draw in the BANK stream, modulo `size`."""
+    seed, position, draw = _row_counters(seeds, positions, num_draws)
+    zero = torch.zeros_like(position)
+    return philox(zero, position, draw, zero + int(Stream.BANK), seed)[0] % size
+
+
+def bank_inputs(
+    draws: tuple[Tensor, Tensor, Tensor],
+    embedding: Tensor,
+    picked: Tensor,
+    named: tuple[Tensor, Tensor],
+    counters: tuple[Tensor, Tensor, int],
+    start: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """softmax(e x) E and x E, each (R, H), of states x = (1 - t) z + delta that begin a jump at the
+    time t = `start`, where z is a bank's and delta is 0 but at a few tokens.
+
+    `draws` are the bank's z E (P, H), W / Z (P, H) and log Z (P), see `NoiseBank`, of which each
+    row has `picked` (R) one; `named` are tokens (R, N) and the weights (R, N) that add up to delta.
+    At those tokens the noise is that of `block_noise` for `counters`: seeds (B), positions (B, K)
+    and number of draws. With a = t / (1 - t), c = e delta and rho = e^(a z) (e^c - 1), each token
+    once, the results are (W + sum rho E) / (Z + sum rho) and (1 - t) z E + sum delta E: float32,
+    in units of Z and of the largest weight, rounded once to `dtype`.
+    """
+    noise, mean, log_total = (values[picked] for values in draws)
+    tokens, weights = named
+    same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    is_first = same.int().argmax(dim=2) == place
+    raised = sharpness(start) * (same * weights.unsqueeze(1)).sum(dim=2)
+    fresh = seeded_normal_at(*_row_counters(*counters), tokens)
+    score = fresh * (start / (1.0 - start)) - log_total.unsqueeze(1) + raised
+    score = score.where(is_first, -float("inf"))
+    largest = score.amax(dim=1, keepdim=True).clamp(min=0.0)
+    own = torch.exp(-largest)
+    added = -torch.exp(score - largest) * torch.expm1(-raised)
+    sums = torch.stack((added, weights), dim=1) @ embedding[tokens].float()
+    posterior = (own * mean.float() + sums[:, 0]) / (own + added.sum(dim=1, keepdim=True))
+    state = (1.0 - start) * noise.float() + sums[:, 1]
+    return posterior.to(dtype), state.to(dtype)
+
+
+def _row_counters(
+    seeds: Tensor, positions: Tensor, num_draws: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Seed, position and draw of every row (B M K) of `block_noise`."""
+    shape = (len(seeds), num_draws, positions.shape[1])
+    draw = torch.arange(num_draws, device=positions.device)
+    parts = (seeds[:, None, None], positions.unsqueeze(1), draw[:, None])
+    seed, position, draw = (part.expand(shape).flatten() for part in parts)
+    return seed, position, draw
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` (R, C) as float8_e4m3fn and a float32 scale a row (R, 1): scale = max(largest, 1e-12)
     times 1 / 448, x / scale clamped to 448 and rounded to nearest even."""
@@ -248,6 +316,6 @@ EAGER_OPS = {
     for operation in (
         rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
         context_attention, write_context, linears, add_linear, gated_linear, rotate_into,
-        block_noise, quantize_rows,
+        block_noise, next_state, bank_rows, bank_inputs, quantize_rows,
     )
 }  # fmt: skip

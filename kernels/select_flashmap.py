@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .attention_flashmap import block_attention, context_attention
 from .fused_flashmap import rope_table
+from .jumps_flashmap import bank_inputs, bank_rows, next_state
 from .reference_flashmap import EAGER_OPS, kv_layout
 from .triton_flashmap import (
     HAS_TRITON,
@@ -42,7 +43,7 @@ TRITON_OPS = {
     for operation in (
         rms_norm, target_norm, gated_norm, adaln, gated_adaln, norm_rope, block_attention,
         context_attention, write_context, linears, add_linear, gated_linear, rotate_into,
-        block_noise, quantize_rows,
+        block_noise, next_state, bank_rows, bank_inputs, quantize_rows,
     )
 }  # fmt: skip
 
@@ -65,6 +66,9 @@ class Ops(NamedTuple):
     gated_linear: Operation
     rotate_into: Operation
     block_noise: Operation
+    next_state: Operation
+    bank_rows: Operation
+    bank_inputs: Operation
     quantize_rows: Operation
     picked: dict[str, str]
 
@@ -176,6 +180,9 @@ def _trials(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Ope
 
     qkv, angles = numbers(2, 3, 64).split([32, 16, 16], dim=-1), numbers(2, 1, 3, 16).unbind()
     wide, weights = numbers(2, 3, 256), numbers(2, 48, 256)
+    draws, counters = (x, branch, x[:, 0].float() + 4.0), (seeds, places.view(2, 3), 1)
+    vectors = weights[0].T.contiguous()
+    named = places[:, None] // 3 * torch.tensor([1, 2, 1], device=device), x[:, :3].float().abs()
     return {
         "rms_norm": lambda op: [op(x, weight, 1e-6)],
         "target_norm": lambda op: [op(x, weight, 1e-6)],
@@ -193,6 +200,9 @@ def _trials(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Ope
         "gated_linear": lambda op: [op(wide, *weights)],
         "rotate_into": rotated,
         "block_noise": lambda op: [op(seeds, places.view(2, 3), 50, 1, torch.float32)],
+        "next_state": lambda op: op(wide[0].float(), wide[1], 0.0, 0.6, dtype),
+        "bank_rows": lambda op: [op(seeds, places.view(2, 3), 1, 50)],
+        "bank_inputs": lambda op: op(draws, vectors, places // 3, named, counters, 0.6, dtype),
         # Float8 numbers may part by one unit where the division rounds differently: compare values.
         "quantize_rows": lambda op: [op(x)[0].float() * op(x)[1]],
     }

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .pace_flashmap import Costs, default_costs
+from .states_flashmap import check_bank
 from .target_flashmap import tree_obstacle, warn_once
 
 MOST_NODES = 64  # drafts of a tree
@@ -27,6 +28,7 @@ class Drafting:
         num_nodes: most drafts of a tree; 0 verifies a single block.
         worth: costs of a round and of one more node, where a tree ends that would not pay for it.
         costs: what adaptive drafting goes by; None: every round verifies whole blocks.
+        jump_bank_size: draws of noise that several jumps choose from; 0: exact jumps.
     """
 
     num_steps: int | None = None
@@ -35,6 +37,7 @@ class Drafting:
     num_nodes: int = 0
     worth: tuple[float, float] | None = None
     costs: Costs | None = None
+    jump_bank_size: int = 0
 
 
 def make_drafting(
@@ -45,6 +48,7 @@ def make_drafting(
     num_draws: Any,
     num_candidates: Any,
     adaptive: Any,
+    jump_bank_size: Any = 0,
 ) -> Drafting:
     """How `spec_generate`'s arguments ask for drafts.
 
@@ -56,12 +60,15 @@ def make_drafting(
         ValueError: an argument is out of its range, or two contradict each other.
     """
     _check_numbers(num_draws, num_candidates, temperature)
+    check_bank(jump_bank_size)
     num_jumps = len(drafter.config.grid(num_steps or None)) - 1
     costs = _costs(drafter, target, num_jumps, adaptive)
     auto = "auto" in (num_draws, num_candidates)
     known = default_costs(drafter, target, num_jumps) if auto and costs is None else costs
     heeds = (auto or num_candidates != 1) and drafter.heeds_noise(num_steps)
-    plan = Drafting(num_steps, 1 if num_draws == "auto" else num_draws, costs=costs)
+    bank_size = jump_bank_size if num_jumps > 1 else 0
+    first_draws = 1 if num_draws == "auto" else num_draws
+    plan = Drafting(num_steps, first_draws, costs=costs, jump_bank_size=bank_size)
     if num_draws == "auto" and heeds:
         plan = replace(plan, choice=known)
     if num_candidates == "auto":

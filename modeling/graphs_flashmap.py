@@ -62,7 +62,9 @@ class RoundStore:
         with torch.inference_mode(False), torch.no_grad():
             if found is None or found.is_taken:
                 step = self._memo.get(
-                    ("step", key.num_steps), sources, lambda: _step(drafter, target, key.num_steps)
+                    ("step", key.num_steps, key.jump_bank_size),
+                    sources,
+                    lambda: _step(drafter, target, key),
                 )
                 found = Round(drafter, step, key, sampling, like)
             found.prepare(target, tap)
@@ -79,10 +81,13 @@ def _forget(memo: "weakref.ref[TensorMemo]") -> None:
         kept.clear()
 
 
-def _step(drafter: Any, target: PreTrainedModel, num_steps: int | None) -> FusedStep:
+def _step(drafter: Any, target: PreTrainedModel, key: RoundKey) -> FusedStep:
     embedding = drafter.dense_embedding(target.get_input_embeddings())
     lm_head: Any = target.get_output_embeddings()
-    return FusedStep(drafter, embedding, lm_head, ROOMS[-1], num_steps=num_steps)
+    return FusedStep(
+        drafter, embedding, lm_head, ROOMS[-1], num_steps=key.num_steps,
+        jump_bank_size=key.jump_bank_size,
+    )  # fmt: skip
 
 
 class GraphLoop(DraftLoop):
@@ -153,8 +158,8 @@ class GraphLoop(DraftLoop):
         old, sampling = self._static, self._sampling
         entries = self._runner.entries() if old is None else old.entries
         key = RoundKey(
-            len(entries[0][0]), capacity, self._drafting.num_steps, self._limit,
-            sampling.temperature, truncation_key(sampling) or (),
+            len(entries[0][0]), capacity, self._drafting.num_steps, self._drafting.jump_bank_size,
+            self._limit, sampling.temperature, truncation_key(sampling) or (),
         )  # fmt: skip
         new = self._drafter.round_store.take(
             self._drafter, self._target, self._tap, key, sampling, entries

@@ -66,6 +66,7 @@ def flashmap_decoding(
     num_steps: int | None = None,
     num_draws: int | str = 1,
     num_candidates: int | str = 1,
+    jump_bank_size: int = 0,
     adaptive: bool | tuple[float, float] = False,
     graphs: bool | str = "auto",
     seed: int | Sequence[int] | None = None,
@@ -93,6 +94,7 @@ def flashmap_decoding(
         num_steps: jumps a draft; None takes the drafter's configuration.
         num_draws: noise draws a block, whose mixture is the proposal, or "auto".
         num_candidates: blocks' worth of drafts that a pass verifies as a tree, or "auto".
+        jump_bank_size: draws that several jumps take their noise from; see `Settings`.
         adaptive: verify fewer drafts, or none, where they do not pay; see `Settings`.
         graphs: whether rounds are captured in CUDA graphs; see `Settings`.
         seed: makes sampling repeatable; an integer (row b has seed + b), or one a row. None: seeds
@@ -120,7 +122,7 @@ def flashmap_decoding(
             drafter, model, input_ids, logits_processor,
             [*stopping_criteria, *string_criteria(stop_strings, tokenizer)], generation_config,
             model_kwargs.get("attention_mask"), seed, past, num_steps, num_draws, num_candidates,
-            adaptive, graphs,
+            jump_bank_size, adaptive, graphs,
         )  # fmt: skip
         if streamer is not None:
             require_one(request, "streamer")
@@ -161,6 +163,7 @@ def _request(
     num_steps: int | None,
     num_draws: int | str,
     num_candidates: int | str,
+    jump_bank_size: int,
     adaptive: bool | tuple[float, float],
     graphs: bool | str,
 ) -> Request:
@@ -178,7 +181,14 @@ def _request(
     check_fit(drafter, model, prompts, max_new_tokens, past)
     sampling = Sampling(temperature, *_split(logits_processor, generation_config.do_sample))
     drafting = make_drafting(
-        drafter, model, temperature, num_steps, num_draws, num_candidates, adaptive
+        drafter,
+        model,
+        temperature,
+        num_steps,
+        num_draws,
+        num_candidates,
+        adaptive,
+        jump_bank_size,
     )
     return Request(
         prompts,

@@ -238,6 +238,7 @@ class DraftLoop:
             self._drafting.num_steps,
             seed=[sampler.seed for sampler in self._samplers],
             num_draws=num_draws,
+            jump_bank_size=self._drafting.jump_bank_size,
         )
 
     def _propose(self, depths: list[int]) -> _Proposal:

@@ -40,6 +40,7 @@ from .fused_flashmap import draw_seeds, rope_table
 from .fusion_flashmap import fused_modules
 from .graphs_flashmap import RoundStore
 from .hook_flashmap import flashmap_decoding
+from .jumps_flashmap import bank_rows
 from .layers_flashmap import AdaLN, FlashMapLayer, Modulation, RMSNorm, TimeEmbedding, ZeroLinear
 from .linear_flashmap import Linear
 from .loop_flashmap import DraftLoop
@@ -54,6 +55,7 @@ from .round_flashmap import Round
 from .runner_flashmap import TargetRunner
 from .sampling_flashmap import Sampler
 from .select_flashmap import TRITON_OPS, select_ops
+from .states_flashmap import BankState, NoiseBank, noise_bank
 from .static_flashmap import static_cache
 from .step_flashmap import FusedStep
 from .target_flashmap import (
@@ -77,7 +79,7 @@ Modulations = tuple[list[tuple[Modulation, Modulation, Modulation]], Modulation]
 __all__ = [
     "COLDEST", "HAS_TRITON", "MOST_NODES", "TRITON_OPS", "DraftLoop", "DraftTree", "DrawChoice",
     "FlashMapCache", "FlashMapDraftModel", "FlashMapPast", "FusedStep", "JumpFold", "Linear",
-    "Pace", "Request", "Round", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner",
+    "Pace", "Request", "Round", "Sampler", "TargetRunner", "TreeLoop", "TreeRunner", "bank_rows",
     "choose_graphs", "coin_table", "context_attention", "fused_modules", "position_limit",
     "rotate_into", "select_ops", "static_cache",
 ]  # fmt: skip
@@ -114,6 +116,7 @@ class FlashMapDraftModel(PreTrainedModel):
         self.head = nn.Linear(hidden, target_hidden)
         self._modulation_memo = TensorMemo()
         self._constant_memo = TensorMemo()
+        self._bank_memo = TensorMemo()
         self._embedding_memo = TensorMemo()
         self.round_store = RoundStore()
         self.generation_config = NotAnAssistant()  # type: ignore[no-untyped-call]
@@ -305,6 +308,7 @@ class FlashMapDraftModel(PreTrainedModel):
         *,
         seed: int | Sequence[int] | None = None,
         num_draws: int = 1,
+        jump_bank_size: int = 0,
     ) -> Tensor:
         """Draft the block after each anchor: logits (B, K, V) in the dtype of the target's head, or
         (B, M, K, V) for M noise draws above 1, which share one read of the context.
@@ -321,6 +325,8 @@ class FlashMapDraftModel(PreTrainedModel):
                 default generator.
             seed: one integer, or one a sequence (see `draw_seeds`).
             num_draws: M; draw m of a seed is the same whatever M is.
+            jump_bank_size: draws of a bank that several jumps take their noise from, see
+                `states_flashmap`; 0: exact jumps. Given noise is followed exactly.
 
         Raises:
             ValueError: there is no grid for num_steps, the noise or the batch has another shape, or
@@ -347,22 +353,31 @@ class FlashMapDraftModel(PreTrainedModel):
         )
         context = cache.context(cache.length + 1)
         embedding = self.dense_embedding(embed_tokens)
-        state = None if noise is None else noise.to(device=self.device, dtype=torch.float32)
-        if state is None:
+        state: Tensor | BankState | None = None
+        if noise is not None:
+            state = noise.to(device=self.device, dtype=torch.float32)
+        else:
             seeds = torch.tensor(draw_seeds(shape[0], seed, generator), device=self.device)
-            if len(grid) > 2:
+            if len(grid) > 2 and jump_bank_size:
+                bank = self.noise_bank(embedding, num_steps, jump_bank_size)
+                ops = select_ops(embedding.device, self.dtype, "eager")
+                state = BankState(bank, embedding, ops, seeds, slots, num_draws)
+            elif len(grid) > 2:
                 state = block_noise(seeds, slots, config.vocab_size, num_draws, torch.float32)
         for s, t in pairwise(grid):
-            inputs = (
-                self._first_inputs(seeds, slots, embedding, num_draws)
-                if state is None
-                else self.embed_state(state, s, t, embedding)
-            )
+            if state is None:
+                inputs = self._first_inputs(seeds, slots, embedding, num_draws)
+            else:
+                inputs = self._state_inputs(state, s, t, embedding).view(*rows.shape, -1)
             hidden = self(inputs, self.time_conditioning(s, t), rows, context, mask)
             logits = head_logits(config, lm_head, hidden, anchor_embeds.dtype)
-            if state is not None and t < 1.0:
+            if state is None or t == 1.0:
+                continue
+            if isinstance(state, Tensor):
                 delta = torch.softmax(logits.to(self.device), dim=-1, dtype=torch.float32)
                 state = advance(state, delta, s, t)
+            else:
+                state.advance(logits.flatten(0, 1), s, t)
         return logits if num_draws == 1 else logits.unflatten(0, (-1, num_draws))
 
     def heeds_noise(self, num_steps: int | None = None) -> bool:
@@ -376,6 +391,24 @@ class FlashMapDraftModel(PreTrainedModel):
         rest = self.state_norm.weight.float().square().mean().sqrt()
         several = len(self.config.grid(num_steps or None)) > 2
         return several or bool(added.abs() > _BFLOAT16_STEP * rest)
+
+    def _state_inputs(
+        self, state: Tensor | BankState, s: float, t: float, embedding: Tensor
+    ) -> Tensor:
+        """Inputs of a jump in a draft of several, one for each slot."""
+        if isinstance(state, Tensor):
+            return self.embed_state(state, s, t, embedding)
+        mean, embeds = state.projections(self.dtype)
+        if mean is None:
+            mean, _ = self.target_constants(embedding)
+        return self.mix_state(mean, embeds, s, t)
+
+    def noise_bank(self, embedding: Tensor, num_steps: int | None, size: int) -> NoiseBank:
+        """The bank of `size` draws for the target's `embedding` (V, H) and the jumps of a draft."""
+        grid = tuple(self.config.grid(num_steps or None))
+        return self._bank_memo.get(
+            (grid, size), [owner(embedding)], lambda: noise_bank(embedding, grid, size)
+        )
 
     def _first_inputs(
         self, seeds: Tensor, positions: Tensor, embedding: Tensor, num_draws: int
@@ -443,6 +476,7 @@ class FlashMapDraftModel(PreTrainedModel):
     def _forget(self) -> None:
         self._modulation_memo.clear()
         self._constant_memo.clear()
+        self._bank_memo.clear()
         self._embedding_memo.clear()
         self.round_store.clear()
 

@@ -70,6 +70,7 @@ class Drafter(Protocol):
         *,
         seed: int | Sequence[int] | None = None,
         num_draws: int = 1,
+        jump_bank_size: int = 0,
     ) -> Tensor: ...
 
     def heeds_noise(self, num_steps: int | None = None) -> bool: ...
@@ -89,6 +90,9 @@ class Settings(TypedDict, total=False):
             temperature 0 the path that they support best; "auto": several while they pay.
         num_candidates: blocks' worth of drafts that a pass verifies as a tree, at temperature 0;
             "auto": as many nodes as are worth their cost.
+        jump_bank_size: drafts in several jumps take their noise from so many draws that were
+            projected beforehand (8192 are plenty), and no step has a tensor of vocabulary size but
+            its logits; 0: exact jumps.
         adaptive: verify fewer drafts, or decode plainly, where the drafter is seldom right, so that
             a run is hardly ever slower than plain decoding; two numbers give the costs to go by, in
             passes of the target over one token: of a draft, and of one more token in a pass.
@@ -112,6 +116,7 @@ class Settings(TypedDict, total=False):
     min_p: float | None
     num_draws: int | str
     num_candidates: int | str
+    jump_bank_size: int
     adaptive: bool | tuple[float, float]
     graphs: bool | str
     past: FlashMapPast | None
@@ -190,6 +195,7 @@ def make_request(
         settings.get("num_draws", 1),
         settings.get("num_candidates", 1),
         settings.get("adaptive", False),
+        settings.get("jump_bank_size", 0),
     )
     asked = settings.get("graphs", "auto")
     return Request(

@@ -35,6 +35,7 @@ class RoundKey(NamedTuple):
     batch_size: int
     capacity: int
     num_steps: int | None
+    jump_bank_size: int
     limit: int | None
     temperature: float
     truncations: tuple[Any, ...]

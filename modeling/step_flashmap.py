@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .flow_flashmap import advance, sharpness
 from .folds_flashmap import (
     JumpFold,
     LayerFold,
@@ -31,6 +30,7 @@ from .fused_flashmap import rope_table
 from .linear_flashmap import Fp8Linear, Linear
 from .reference_flashmap import KvLayout, kv_layout
 from .select_flashmap import select_ops
+from .states_flashmap import TOP, BankState, State, WholeState, check_bank
 
 
 class ContextRows(NamedTuple):
@@ -68,11 +68,14 @@ class FusedStep:
         fp8_weights: keep the large weights in eight bits.
         fold_noise: draw a one-jump draft's noise through the eigenvectors of E^T E, in one product
             less. Same distribution, other numbers than the model's own.
+        jump_bank_size: draws of noise that are kept for drafts in several jumps, see
+            `states_flashmap`; 0: exact jumps, over the whole vocabulary.
+        jump_topk: tokens of each jump's prediction that go on with a bank.
 
     Raises:
         ValueError: there is no grid for num_steps, the target's head cannot be folded, the noise
             fold is asked for with several jumps, drafter and target are on different devices, or
-            tokens, kernels or eight bits cannot be served.
+            tokens, kernels, eight bits or the bank cannot be served.
     """
 
     @torch.no_grad()
@@ -88,6 +91,8 @@ class FusedStep:
         kernels: str = "auto",
         fp8_weights: bool = False,
         fold_noise: bool = False,
+        jump_bank_size: int = 0,
+        jump_topk: int = TOP,
     ) -> None:
         self.config = config = model.config
         grid = config.grid(num_steps)
@@ -127,12 +132,16 @@ class FusedStep:
         self._state_norm, self._noise_norm = model.state_norm.weight, model.noise_norm.weight
         self._x_embed = few_rows(model.x_embed.weight, model.x_embed.bias)
         self._noise = noise_fold(model, embedding, self._base, few_rows) if fold_noise else None
+        check_bank(jump_bank_size, jump_topk)
+        has_bank = jump_bank_size > 0 and len(self.jumps) > 1
+        self._bank = model.noise_bank(embedding, num_steps, jump_bank_size) if has_bank else None
+        self._top = jump_topk
 
         self.token_ids = draft_tokens(token_ids, config, device)
         head = head_fold(model.head, lm_head, self.token_ids)
         self._head, self._head_dtype = linear(*head), head[0].dtype
         self._full_head = self._head
-        if token_ids is not None and len(self.jumps) > 1:
+        if token_ids is not None and len(self.jumps) > 1 and not has_bank:
             everything = draft_tokens(None, config, device)
             self._full_head = linear(*head_fold(model.head, lm_head, everything))
 
@@ -196,19 +205,20 @@ class FusedStep:
         """
         slots = positions.unsqueeze(1) + self._block
         rows = slots.repeat_interleave(num_draws, dim=0).flatten()
-        state = noise
-        if state is None and len(self.jumps) > 1:
-            width = self.config.vocab_size
-            state = self.ops.block_noise(seeds, slots, width, num_draws, torch.float32)
+        state = self._state(seeds, slots, noise, num_draws)
         for jump in self.jumps:
             if state is None:
                 x = self._first(seeds, slots, num_draws, jump)
             else:
-                x = self._x_embed(self._inputs(state.flatten(0, 1), jump))
+                posterior, embeds = state.projections(self._dtype)
+                base = self._base
+                if posterior is not None:
+                    base = self.ops.rms_norm(posterior, self._state_norm, self._eps)
+                x = self._x_embed(self._gated(embeds, jump, base))
             hidden = self._transform(x, jump, rows, context)
             if state is not None and jump.end < 1.0:
-                prediction = torch.softmax(self._full_head(hidden.to(self._head_dtype)).float(), -1)
-                state = advance(state, prediction, jump.start, jump.end)
+                logits = self._full_head(hidden.to(self._head_dtype)).flatten(0, 1)
+                state.advance(logits, jump.start, jump.end)
         return hidden
 
     @torch.no_grad()
@@ -220,6 +230,23 @@ class FusedStep:
     def _eps(self) -> float:
         eps: float = self.config.rms_norm_eps
         return eps
+
+    def _state(
+        self, seeds: Tensor | None, slots: Tensor, noise: Tensor | None, num_draws: int
+    ) -> State | None:
+        """The state that a draft begins with; None where one jump needs none."""
+        width = self.config.vocab_size
+        if noise is None and len(self.jumps) > 1:
+            if self._bank is not None:
+                assert seeds is not None
+                return BankState(
+                    self._bank, self.embedding, self.ops, seeds, slots, num_draws, self.token_ids,
+                    self._top,
+                )  # fmt: skip
+            noise = self.ops.block_noise(seeds, slots, width, num_draws, torch.float32)
+        if noise is None:
+            return None
+        return WholeState(self.ops, self.embedding, noise.flatten(0, 1))
 
     def _first(self, seeds: Tensor | None, slots: Tensor, num_draws: int, jump: JumpFold) -> Tensor:
         """The first hidden state (G K, D) of a one-jump draft, its noise drawn in the target's
@@ -233,17 +260,6 @@ class FusedStep:
         scale = jump.noise_gate.float() * inverse_rms.unsqueeze(1)
         product = self._noise.matrix(z.to(dtype)).float()
         return (self._noise.base.float() + scale * product).to(dtype)
-
-    def _inputs(self, state: Tensor, jump: JumpFold) -> Tensor:
-        """Network inputs (R, H) of states (R, V): both projections in one product with E."""
-        dtype, stored = self._dtype, self.embedding.dtype
-        if jump.start == 0.0:
-            return self._gated((state.to(stored) @ self.embedding).to(dtype), jump, self._base)
-        posterior = torch.softmax(state * sharpness(jump.start), dim=-1)
-        both = torch.cat((posterior.to(stored), state.to(stored))) @ self.embedding
-        posterior_embeds, state_embeds = both.to(dtype).chunk(2)
-        base = self.ops.rms_norm(posterior_embeds, self._state_norm, self._eps)
-        return self._gated(state_embeds, jump, base)
 
     def _gated(self, embeds: Tensor, jump: JumpFold, base: Tensor) -> Tensor:
         gate, eps = jump.noise_gate, self._eps

@@ -47,8 +47,8 @@ CONFIG_FIELDS = [
 ]  # fmt: skip
 SETTINGS = {
     "seed", "attention_mask", "top_k", "top_p", "min_p", "num_draws", "num_candidates",
-    "adaptive", "graphs", "past", "logits_processor", "stopping_criteria", "max_time",
-    "stop_strings", "tokenizer",
+    "jump_bank_size", "adaptive", "graphs", "past", "logits_processor", "stopping_criteria",
+    "max_time", "stop_strings", "tokenizer",
 }  # fmt: skip
 SIGNATURES = {
     "spec_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
@@ -56,9 +56,10 @@ SIGNATURES = {
     "stream_generate": "target input_ids max_new_tokens temperature num_steps stop_token_ids "
     "generator settings",
     "flashmap_decoding": "input_ids logits_processor stopping_criteria generation_config * "
-    "draft_model num_steps num_draws num_candidates adaptive graphs seed past stop_strings "
-    "tokenizer streamer model_kwargs",
-    "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws",
+    "draft_model num_steps num_draws num_candidates jump_bank_size adaptive graphs seed past "
+    "stop_strings tokenizer streamer model_kwargs",
+    "draft": "anchor_ids cache embed_tokens lm_head num_steps noise generator * seed num_draws "
+    "jump_bank_size",
     "extend_context": "cache target_hidden counts",
     "target_constants": "embedding",
     "embed_state": "state s t embedding",
@@ -101,7 +102,8 @@ def test_the_fused_step_is_made_of_plain_arguments() -> None:
     from flashmap.modeling.step_flashmap import DenseContext, FusedStep
 
     assert written(FusedStep.__init__) == (
-        "model embedding lm_head max_length * num_steps token_ids kernels fp8_weights fold_noise"
+        "model embedding lm_head max_length * num_steps token_ids kernels fp8_weights fold_noise "
+        "jump_bank_size jump_topk"
     )
     assert written(FusedStep.hidden) == "context positions * seeds noise num_draws"
     assert written(FusedStep.write) == "context new anchors"
