@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 VARIABLE = "FLASHMAP_OPTIONS"
-LEAST = {"jump_bank_size": 0, "jump_top": 1, "tree_candidates": 0, "tree_budget": 1}
+LEAST = {"jump_bank_size": 0, "jump_topk": 1, "tree_candidates": 0, "tree_budget": 1}
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class DraftOptions:
         fold_noise: draw the noise in one product less; None: where one jump is made. Drafts have
             the same distribution and are other ones than the model's own for the same seed.
         fused_sampler: sglang draws a block's tokens in one kernel that makes its noise as it reads.
-        jump_bank_size: draws of noise that sglang keeps for drafts in several jumps, see
-            serving/bank.py; 0: exact jumps, over the whole vocabulary.
-        jump_top: tokens of each jump's prediction that go on with a bank.
+        jump_bank_size: draws of noise that are kept for drafts in several jumps, see
+            modeling/states_flashmap.py; 0: exact jumps, over the whole vocabulary.
+        jump_topk: tokens of each jump's prediction that go on with a bank.
         tree_candidates: most blocks that sglang drafts side by side for a tree; 0: no trees.
         tree_budget: blocks that it drafts for all requests of a batch, if that is fewer each.
 
@@ -41,8 +41,8 @@ class DraftOptions:
     fp8_weights: bool = False
     fold_noise: bool | None = None
     fused_sampler: bool = False
-    jump_bank_size: int = 8192
-    jump_top: int = 16
+    jump_bank_size: int = 0
+    jump_topk: int = 16
     tree_candidates: int = 0
     tree_budget: int = 32
 

@@ -1,6 +1,6 @@
 """The drafter's weights as engines load them, and what the fused step is made of."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ def fold_options(
         "kernels": options.kernels,
         "fp8_weights": options.fp8_weights,
         "fold_noise": one_jump if options.fold_noise is None else options.fold_noise,
+        "jump_bank_size": options.jump_bank_size,
+        "jump_topk": options.jump_topk,
     }
 
 
@@ -62,11 +64,10 @@ def fold(
     embed_tokens: Any,
     lm_head: Any,
     max_length: int,
-    step: Callable[..., FusedStep] = FusedStep,
     **options: Any,
 ) -> FusedStep:
     """The fused step of a drafter and its target's modules, of which the first V rows count;
-    `options` are those of `step`.
+    `options` are those of `FusedStep`.
 
     Raises:
         ValueError: the target's embedding or head is quantised, and see `FusedStep`.
@@ -78,7 +79,7 @@ def fold(
             " load the target with its embedding unquantised."
         )
     embedding = embedding[: drafter.config.vocab_size]
-    return step(drafter, embedding, dense_head(lm_head), max_length, **options)
+    return FusedStep(drafter, embedding, dense_head(lm_head), max_length, **options)
 
 
 def dense_head(lm_head: Any) -> nn.Module:

@@ -124,7 +124,7 @@ def test_knobs_of_serving() -> None:
     assert VARIABLE == "FLASHMAP_OPTIONS"
     assert list(inspect.signature(DraftOptions).parameters) == [
         "num_steps", "draft_vocab_size", "kernels", "fp8_weights", "fold_noise",
-        "fused_sampler", "jump_bank_size", "jump_top", "tree_candidates", "tree_budget",
+        "fused_sampler", "jump_bank_size", "jump_topk", "tree_candidates", "tree_budget",
     ]  # fmt: skip
 
 

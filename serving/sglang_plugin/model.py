@@ -21,7 +21,6 @@ from flashmap.kernels.tree import Trees, build_trees
 from flashmap.modeling.configuration_flashmap import FlashMapConfig
 from flashmap.modeling.modeling_flashmap import FlashMapDraftModel
 from flashmap.modeling.step_flashmap import ContextRows, FusedStep
-from flashmap.serving.bank import BankedStep
 from flashmap.serving.drafter import KIND, likeliest_tokens
 from flashmap.serving.options import DraftOptions, read_options
 from flashmap.serving.weights import fold, fold_options, load_tensors, spread_logits
@@ -82,9 +81,6 @@ class SglangDraftModel(nn.Module):
             weight.data.zero_()
         options, config = read_options(), self.drafter.config
         chosen = fold_options(config, options, self._token_ids(options))
-        if options.jump_bank_size and len(config.grid(options.num_steps)) > 2:
-            bank = {"bank_size": options.jump_bank_size, "top": options.jump_top}
-            chosen |= {"step": BankedStep, **bank}
         self.step: FusedStep = fold(self.drafter, embed_tokens, lm_head, self._max_length, **chosen)
         self.context = PoolContext(self.step, self._runner, self.drafter.dtype)
         self.options = options

@@ -137,7 +137,7 @@ def test_what_cannot_be_served_is_refused(case: str, draft: Path) -> None:
         ('{"kernels": null}', "kernels=None is not valid"),
         ('{"fused_sampler": 1}', "fused_sampler=1 is not valid"),
         ('{"tree_candidates": -1}', "tree_candidates=-1 is not valid.*at least 0"),
-        ('{"jump_top": 0}', "jump_top=0 is not valid.*at least 1"),
+        ('{"jump_topk": 0}', "jump_topk=0 is not valid.*at least 1"),
     ],
 )
 def test_bad_options(text: str, words: str, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
