@@ -4,6 +4,8 @@ heads and even head width.
 Legend: B sequences, G blocks, K slots, A heads, d head width, T context entries.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -57,13 +59,15 @@ def _block_attention_kernel(
 
 @triton.jit
 def _context_attention_kernel(
-    query_ptr, key_ptr, value_ptr, lengths_ptr, out_ptr, log_sum_ptr, num_queries, num_heads,
-    head_dim, scale, sequence_stride, head_stride, entry_stride, slots, group, ROWS: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, lengths_ptr, table_ptr, requests_ptr, out_ptr, log_sum_ptr,
+    num_queries, num_heads, head_dim, scale, sequence_stride, head_stride, entry_stride,
+    table_stride, slots, group, ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """A tile of the queries that share one head of keys onto one split of its context a program:
     its weighted mean of the values, and the logarithm of its sum of exponentials. Queries are
-    counted block by block, in it head by head, in it slot by slot."""
+    counted block by block, in it head by head, in it slot by slot. Paged, an entry lies in the row
+    that the table names."""
     split, num_splits = tl.program_id(2), tl.num_programs(2)
     sequence, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -81,15 +85,20 @@ def _context_attention_kernel(
     chunk = tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
     end = tl.minimum(split * chunk + chunk, length)
     start = sequence.to(tl.int64) * sequence_stride + head * head_stride
+    if PAGED:
+        row_at = table_ptr + tl.load(requests_ptr + sequence).to(tl.int64) * table_stride
     largest = tl.full((ROWS,), _LOWEST, tl.float32)  # infinity could meet itself in a difference
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, DIM), tl.float32)
     for first in range(split * chunk, end, TILE):
         entry = first + tl.arange(0, TILE)
         seen = (entry < end)[:, None] & within
-        address = start + entry.to(tl.int64)[:, None] * entry_stride + column[None, :]
-        key = tl.load(key_ptr + address, mask=seen, other=0.0)
-        value = tl.load(value_ptr + address, mask=seen, other=0.0)
+        place_of = entry
+        if PAGED:
+            place_of = tl.load(row_at + entry, mask=entry < end, other=0)
+        address = start + place_of.to(tl.int64)[:, None] * entry_stride + column[None, :]
+        key = tl.load(key_ptr + address, mask=seen, other=0.0).to(query.dtype)
+        value = tl.load(value_ptr + address, mask=seen, other=0.0).to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         visible = (entry < end)[None, :] & (entry[None, :] < seen_by_row[:, None])
         score = tl.where(visible, score, -float("inf"))
@@ -152,23 +161,40 @@ def context_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, causal: bool = False
 ) -> Tensor:
     """See the reference; `key` and `value` have the same strides."""
+    return attend(query, key, value, lengths, key.shape[1:3], key.stride(), causal)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    room: Sequence[int],
+    strides: Sequence[int],
+    causal: bool = False,
+    rows: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`context_attention` onto `room`, heads of keys and entries of a sequence, that lie `strides`
+    of a sequence, a head and an entry apart; or in the `rows` that a table (Q, entries) has for
+    every sequence's request (B)."""
     query = query.contiguous()
-    num_sequences, num_heads, capacity, head_dim = key.shape
-    slots, group = query.shape[1], query.shape[2] // num_heads
-    num_queries = query.shape[0] // num_sequences * slots * group
+    num_heads, capacity = room
+    slots, group, head_dim = query.shape[1], query.shape[2] // num_heads, query.shape[3]
+    num_queries = query.shape[0] // len(lengths) * slots * group
     dim = padded(head_dim, _DOT_SIDE)
-    most = _TILE_BYTES // (dim * key.element_size())
-    rows, tile = min(padded(num_queries, _DOT_SIDE), most, 64), min(most // 2, 64)
-    grid = (num_sequences * num_heads, -(-num_queries // rows))
+    most = _TILE_BYTES // (dim * query.element_size())
+    size, tile = min(padded(num_queries, _DOT_SIDE), most, 64), min(most // 2, 64)
+    grid = (len(lengths) * num_heads, -(-num_queries // size))
     splits = min(_PROGRAMS // (grid[0] * grid[1]), -(-capacity // (2 * tile)), _MOST_SPLITS)
     splits = max(splits, 1)
     partial_dtype = query.dtype if splits == 1 else torch.float32
     mean = torch.empty((splits, *query.shape), dtype=partial_dtype, device=query.device)
     log_sum = torch.empty(mean.shape[:-1], dtype=torch.float32, device=query.device)
+    table, requests = rows or (lengths, lengths)
     _context_attention_kernel[(*grid, splits)](
-        query, key, value, lengths, mean, log_sum, num_queries, num_heads, head_dim,
-        head_dim**-0.5, key.stride(0), key.stride(1), key.stride(2), slots, group,
-        ROWS=rows, DIM=dim, TILE=tile, CAUSAL=causal, num_stages=2,
+        query, key, value, lengths, table, requests, mean, log_sum, num_queries, num_heads,
+        head_dim, head_dim**-0.5, *strides[:3], table.stride(0), slots, group,
+        ROWS=size, DIM=dim, TILE=tile, CAUSAL=causal, PAGED=rows is not None, num_stages=2,
     )  # fmt: skip
     if splits == 1:
         return mean[0]
