@@ -111,7 +111,7 @@ class TableDrafter:
 
     def draft(
         self, anchor_ids: Tensor, cache: Any, embed_tokens: Any, lm_head: Any, num_steps: Any,
-        *, seed: Sequence[int], num_draws: int = 1,
+        *, seed: Sequence[int], num_draws: int = 1, jump_bank_size: int = 0,
     ) -> Tensor:  # fmt: skip
         """Logits (1, K, V) of the block after the anchor, or (1, M, K, V) of several draws."""
         first = seed[0] * 31 + cache.length
