@@ -108,7 +108,7 @@ test-slow: $(READY)
 # One process: the tests share the machine's clock. SHOTS is where the screenshots go.
 test-browser: $(SPACE_READY)
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
-	GOMP_SPINCOUNT=10000 $(SPACE)/bin/python -m pytest -m "browser" --screenshots "$(SHOTS)" $(ARGS)
+	GOMP_SPINCOUNT=10000 $(SPACE)/bin/python -m pytest -m "browser" "--screenshots=$(SHOTS)" $(ARGS)
 
 # vLLM on the CPU, its kernels in Triton's interpreter. One process: engines come one after the other. ARGS=--run-slow
 # serves the embedded pair, too.
